@@ -1,0 +1,24 @@
+"""MiniMax-M3's block-sparse attention as PyTorch ops and modules."""
+
+from .backends import Backend, backends, use_backend
+from .batch import num_valid_blocks
+from .custom_ops.index_score.api import index_score
+from .custom_ops.select_blocks.api import select_blocks
+from .custom_ops.sparse_attention.api import merge_attention, sparse_attention
+from .custom_ops.store_kv.api import store_kv
+from .custom_ops.topk_select.api import topk_select
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "backends",
+    "index_score",
+    "merge_attention",
+    "num_valid_blocks",
+    "select_blocks",
+    "sparse_attention",
+    "store_kv",
+    "topk_select",
+    "use_backend",
+]

@@ -1,0 +1,1 @@
+"""The ops: one folder each, from contract to kernel."""

@@ -1,0 +1,23 @@
+"""Schema, fake and dispatch of ``m3ops::index_score`` and ``m3ops::index_score_out``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...batch import Batch
+from ..registration import define_op
+
+
+def _index_score_fake(index_q: Tensor, index_k: Tensor, batch: Batch, num_splits: int) -> Tensor:
+    rows, heads = index_q.shape[0], index_q.shape[1]
+    return index_q.new_empty((rows, heads, batch.num_block_columns), dtype=torch.float32)
+
+
+define_op(
+    "index_score",
+    inputs="Tensor index_q, Tensor index_k, {batch}",
+    options="SymInt num_splits",
+    outputs=("scores",),
+    allocate=_index_score_fake,
+)

@@ -1,0 +1,1 @@
+"""Attention over the visible tokens of the selected blocks, its gradient, and merging of parts."""

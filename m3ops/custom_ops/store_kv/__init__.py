@@ -1,0 +1,1 @@
+"""Writing a step's tokens into the paged caches."""
