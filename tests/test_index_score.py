@@ -1,0 +1,230 @@
+"""``index_score``: the largest dot product of an index query in every block it sees."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import Target
+
+import m3ops
+from m3ops.testing import (
+    LAYOUTS,
+    Geometry,
+    Inputs,
+    SequenceData,
+    assert_block_ids,
+    assert_scores,
+    lay_out,
+    make_inputs,
+    poisoned,
+    random_sequences,
+    score_oracle,
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+# Decode, a single block, no keys at all, speculative rows, a chunk, rows before the first key, an
+# empty sequence, a prompt.
+MIXED = [(70, 1), (16, 1), (0, 1), (33, 3), (50, 20), (2, 4), (0, 0), (21, 21)]
+
+
+def score(inputs: Inputs, **options: Any) -> torch.Tensor:
+    return m3ops.index_score(inputs.index_q, inputs.index_k, **inputs.batch, **options)
+
+
+def select(inputs: Inputs, **options: Any) -> torch.Tensor:
+    return m3ops.select_blocks(inputs.index_q, inputs.index_k, **inputs.batch, **options)
+
+
+def visible_scores(scores: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """The specified scores, flat."""
+    columns = torch.arange(scores.shape[2], device=scores.device)
+    seen = columns < inputs.num_valid_blocks()[:, None, None]
+    return scores[seen.expand(scores.shape)]
+
+
+def one_query(num_keys: int, target: Target, *, heads: int = 1) -> SequenceData:
+    """A query and keys that are all zero, at block size 128."""
+    geometry = Geometry(heads_q=heads, heads_kv=heads, dim=16, index_dim=16, block_size=128)
+    sequence = random_sequences([(num_keys, 1)], geometry, device=target.device)[0]
+    sequence.index_q.zero_()
+    sequence.index_k.zero_()
+    return sequence
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mixed_batch_matches_the_oracle(target: Target, layout: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(MIXED, layout=layout, dtype=dtype, device=target.device, padding_rows=3)
+    assert_scores(score(inputs), inputs)
+    wide = poisoned(inputs.total_q, 2, 40, dtype=torch.float32, device=target.device)
+    assert score(inputs, out=wide) is wide
+    assert_scores(wide, inputs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float64_inputs_are_scored_in_float64(layout: str) -> None:
+    inputs = make_inputs(MIXED, layout=layout, dtype=torch.float64)
+    scores = score(inputs)
+    assert scores.dtype == torch.float32
+    oracle = score_oracle(inputs)
+    specified = ~oracle.isnan()
+    torch.testing.assert_close(
+        scores[..., : oracle.shape[2]][specified], oracle[specified].float(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("index_dim", [8, 24, 64, 80, 128, 200, 256])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_every_index_dim(target: Target, index_dim: int, heads: int) -> None:
+    geometry = Geometry(heads_q=heads, heads_kv=heads, index_dim=index_dim)
+    inputs = make_inputs([(40, 1), (23, 5)], geometry, device=target.device)
+    assert_scores(score(inputs), inputs)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+def test_every_block_size(target: Target, block_size: int) -> None:
+    geometry = Geometry(block_size=block_size)
+    lengths = [(2 * block_size + 3, 1), (block_size + 1, 4)]
+    inputs = make_inputs(lengths, geometry, device=target.device)
+    assert_scores(score(inputs), inputs)
+
+
+@pytest.mark.parametrize("strides", ["sliced", "transposed", "interleaved"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_change_no_bit(target: Target, layout: str, strides: str) -> None:
+    sequences = random_sequences(MIXED, device=target.device)
+    plain = lay_out(sequences, layout=layout, padding_rows=2)
+    twin = lay_out(sequences, layout=layout, padding_rows=2, strides=strides)
+    expected = visible_scores(score(plain), plain)
+    assert torch.equal(visible_scores(score(twin), twin), expected)
+    columns = score(plain).shape[2]
+    buffer = poisoned(2, columns + 5, plain.total_q, dtype=torch.float32, device=target.device)
+    heads_first = buffer.permute(2, 0, 1)
+    score(twin, out=heads_first)
+    assert torch.equal(visible_scores(heads_first, twin), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_naming_the_decode_part_changes_no_result(target: Target, layout: str) -> None:
+    sequences = random_sequences(MIXED, device=target.device)
+    for named in (1, 3, 4):
+        inputs = lay_out(sequences, layout=layout, num_decode_seqs=named, padding_rows=2)
+        assert_scores(score(inputs), inputs)
+        assert_block_ids(select(inputs, topk=3), inputs, topk=3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_sequence_scores_as_if_alone(target: Target, layout: str) -> None:
+    inputs = make_inputs(MIXED, layout=layout, device=target.device, host_bounds=True)
+    batched = select(inputs, topk=3)
+    for b, (_, new) in enumerate(MIXED):
+        if new:
+            assert torch.equal(batched[inputs.span(b)], select(inputs.solo(b), topk=3))
+
+
+def test_garbage_around_the_keys_is_never_read(target: Target) -> None:
+    sequences = random_sequences([(300, 1), (1, 1)], Geometry(block_size=128))
+    sequences = [
+        SequenceData(*(tensor.to(target.device) for tensor in vars(s).values())) for s in sequences
+    ]
+    runs = []
+    for seed in range(20):
+        poison = (math.nan, 1e30, -math.inf)[seed % 3]
+        inputs = lay_out(sequences, block_size=128, extra_blocks=0, poison=poison, seed=seed)
+        assert inputs.batch["block_table"].shape == (2, 3)
+        wide = poisoned(2, 2, 8, dtype=torch.float32, device=target.device)
+        runs.append(visible_scores(score(inputs, out=wide), inputs))
+    assert runs[0].isfinite().all()
+    assert all(torch.equal(run, runs[0]) for run in runs)
+    assert_scores(wide, inputs)
+
+
+def test_each_index_head_selects_for_itself(target: Target) -> None:
+    sequence = one_query(640, target, heads=2)
+    sequence.index_q[0, 0, 0] = sequence.index_q[0, 1, 1] = 1
+    sequence.index_k[130, 0] = sequence.index_k[400, 1] = 5
+    ids = select(lay_out([sequence], block_size=128), topk=1, local_blocks=0)
+    assert ids.tolist() == [[[1], [3]]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_later_key_of_a_visible_block_does_not_count(target: Target, layout: str) -> None:
+    sequence = one_query(256, target)
+    sequence.index_q[0, 0, 0] = 1
+    for position, value in ((5, 2), (129, 1), (200, 100)):
+        sequence.index_k[position, 0] = value
+    inputs = lay_out([sequence], layout=layout, block_size=128, extra_blocks=0, leftpad=False)
+    # The keys from 131 on stay in the cache, as after a rejected draft.
+    inputs.batch["seqused_k"].fill_(131)
+    assert score(inputs)[0, 0, :2].tolist() == [2, 1]
+    assert select(inputs, topk=1, local_blocks=0).tolist() == [[[0]]]
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 5, 6, 7])
+def test_heads_together_equal_each_head_alone(target: Target, heads: int) -> None:
+    geometry = Geometry(heads_q=heads, heads_kv=heads)
+    inputs = make_inputs([(640, 1), (70, 1), (500, 1)], geometry, device=target.device)
+    options: dict[str, Any] = {"topk": 32, "init_blocks": 1, "local_blocks": 2}
+    scores = poisoned(5, heads, 42, dtype=torch.float32, device=target.device)
+    ids = poisoned(5, heads, 32, dtype=torch.int32, device=target.device)
+    score(inputs, out=scores[1:-1])
+    select(inputs, **options, out=ids[1:-1])
+    assert scores[[0, -1]].isnan().all()
+    assert (ids[[0, -1]] == 2**30).all()
+    assert_block_ids(ids[1:-1], inputs, **options)
+    for h in range(heads):
+        one = inputs.index_q[:, h : h + 1]
+        alone = m3ops.index_score(one, inputs.index_k, **inputs.batch)
+        together = scores[1:-1, h : h + 1]
+        assert torch.equal(visible_scores(together, inputs), visible_scores(alone, inputs))
+        ids_alone = m3ops.select_blocks(one, inputs.index_k, **inputs.batch, **options)
+        assert torch.equal(ids[1:-1, h : h + 1], ids_alone)
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_rows_around_a_tile_of_rows(target: Target, tile: int, more: int) -> None:
+    rows = tile + more
+    inputs = make_inputs([(rows + 20, rows)], device=target.device)
+    guarded = poisoned(rows + 1, 2, 16, dtype=torch.float32, device=target.device)
+    score(inputs, out=guarded[:rows])
+    assert_scores(guarded[:rows], inputs)
+    assert guarded[rows].isnan().all()
+    last = lay_out(
+        [SequenceData(s.q[-1:], s.index_q[-1:], s.k, s.v, s.index_k) for s in inputs.sequences]
+    )
+    alone = visible_scores(score(last), last)
+    together = guarded[rows - 1, :, : last.visible_blocks()[0]].flatten()
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_keys", [1025, 8193])
+def test_scores_are_bit_equal_for_every_number_of_splits(target: Target, num_keys: int) -> None:
+    geometry = Geometry(heads_q=1, heads_kv=1, block_size=128)
+    inputs = make_inputs([(num_keys, 1), (300, 1)], geometry, device=target.device)
+    scores = score(inputs, num_splits=1)
+    assert_scores(scores, inputs)
+    for num_splits in (0, 2, 3, 16, 100):
+        split = score(inputs, num_splits=num_splits)
+        assert torch.equal(visible_scores(split, inputs), visible_scores(scores, inputs))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_highest_score_of_many_blocks_may_be_low(target: Target, layout: str) -> None:
+    """More blocks than are kept, a needle among negative scores, and the own block forced."""
+    sequence = one_query(128 * 20, target)
+    sequence.index_q[0, 0, 0] = 1
+    sequence.index_k[:, 0] = -10 - torch.arange(128 * 20) // 128
+    sequence.index_k[7 * 128 + 77, 0] = -3
+    inputs = lay_out([sequence], layout=layout, block_size=128)
+    assert select(inputs, topk=4).tolist() == [[[0, 1, 7, 19]]]
+
+
+def test_runs_repeat_bit_for_bit(target: Target) -> None:
+    inputs = make_inputs(MIXED, device=target.device, dtype=torch.bfloat16)
+    first = visible_scores(score(inputs), inputs)
+    assert all(torch.equal(visible_scores(score(inputs), inputs), first) for _ in range(3))
