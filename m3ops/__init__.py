@@ -7,11 +7,25 @@ from .custom_ops.select_blocks.api import select_blocks
 from .custom_ops.sparse_attention.api import merge_attention, sparse_attention
 from .custom_ops.store_kv.api import store_kv
 from .custom_ops.topk_select.api import topk_select
+from .modules import (
+    BatchMetadata,
+    LightningIndexer,
+    MiniMaxM3AttentionConfig,
+    MiniMaxM3SparseAttention,
+    PagedKVCache,
+    Workspace,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Backend",
+    "BatchMetadata",
+    "LightningIndexer",
+    "MiniMaxM3AttentionConfig",
+    "MiniMaxM3SparseAttention",
+    "PagedKVCache",
+    "Workspace",
     "backends",
     "index_score",
     "merge_attention",

@@ -1,0 +1,74 @@
+"""Score and id buffers that all layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import check_at_least, num_blocks
+from .config import MiniMaxM3AttentionConfig
+
+
+class Workspace(nn.Module):
+    """One score buffer and one id buffer for decode and prefill rows of every layer.
+
+    Each layer overwrites what the one before left. The buffers are in no state dict and keep their
+    dtypes when the module is cast: ``scores`` float32 ``[max_tokens, Hi, NB]`` and ``block_ids``
+    int32 ``[max_tokens, Hi, K]``.
+
+    Args:
+        config: sizes.
+        max_tokens: rows, the largest ``T`` of a step, padding included.
+        max_seqlen_k: the largest ``W * N`` of a step's block table (tokens).
+        device: where they are allocated.
+
+    Raises:
+        ValueError: a size is negative.
+    """
+
+    scores: Tensor
+    block_ids: Tensor
+
+    def __init__(
+        self,
+        config: MiniMaxM3AttentionConfig,
+        max_tokens: int,
+        max_seqlen_k: int,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_at_least("max_tokens", max_tokens, 0)
+        check_at_least("max_seqlen_k", max_seqlen_k, 0)
+        heads, columns = config.index_n_heads, num_blocks(max_seqlen_k, config.index_block_size)
+        scores = torch.empty((max_tokens, heads, columns), dtype=torch.float32, device=device)
+        shape = (max_tokens, heads, config.index_topk_blocks)
+        block_ids = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.register_buffer("scores", scores, persistent=False)
+        self.register_buffer("block_ids", block_ids, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Workspace:
+        super()._apply(fn, recurse)
+        # What it holds is scratch, so a cast need not convert it back.
+        if self.scores.dtype != torch.float32:
+            self.scores = torch.empty_like(self.scores, dtype=torch.float32)
+        return self
+
+    def rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The first `num_tokens` rows of both buffers.
+
+        Raises:
+            ValueError: there are not that many.
+        """
+        max_tokens = self.scores.shape[0]
+        if num_tokens > max_tokens:
+            raise ValueError(
+                f"`workspace` must have at least T = {num_tokens} rows, got {max_tokens}"
+            )
+        return self.scores[:num_tokens], self.block_ids[:num_tokens]
+
+    def extra_repr(self) -> str:
+        rows, heads, columns = self.scores.shape
+        return f"rows={rows}, heads={heads}, columns={columns}, topk={self.block_ids.shape[2]}"
