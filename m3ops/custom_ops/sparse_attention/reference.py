@@ -83,6 +83,8 @@ def sparse_attention_backward_reference(
         dmean = dout[chunk.rows].to(dtype).unflatten(1, (heads_kv, -1))
         mean = out[chunk.rows].to(dtype).unflatten(1, (heads_kv, -1))
         row_lse = lse[chunk.rows].unflatten(1, (heads_kv, -1))[..., None]
+        # Rows that attend to nothing, padding among them, may hold NaN.
+        queries, dmean = (x.where(row_lse > -torch.inf, 0) for x in (queries, dmean))
         logits = _logits(q, k, chunk, softmax_scale)
         weights = torch.exp(logits - row_lse.where(row_lse > -torch.inf, 0))
         dweights = dmean @ values.transpose(-1, -2)
