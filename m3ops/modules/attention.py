@@ -26,6 +26,10 @@ class MiniMaxM3SparseAttention(nn.Module):
     ``MiniMaxM3VLAttention`` of a sparse layer, by name and shape, so either loads the other's
     state dict.
 
+    ``torch.compile(layer, fullgraph=True, dynamic=True)`` makes one graph for ``T = 1`` and one for
+    every other step. It ties sizes of one tensor that are equal when it compiles, so let the first
+    step of several tokens not have ``T = hidden_size``.
+
     Args:
         config: sizes.
         dtype, device: of the parameters.
@@ -102,6 +106,8 @@ class MiniMaxM3SparseAttention(nn.Module):
             )
         batch = self._check(hidden, batch, cache, workspace)
         cos, sin = position_embeddings or self.rotary_emb(hidden, batch.positions)
+        for name, table in (("cos", cos), ("sin", sin)):
+            check_shape(name, table, "[T, rotary_dim]", (hidden.shape[0], self.config.rotary_dim))
         q, k, v = self._project(hidden, cos, sin)
         if cache is None:
             if block_ids is None:

@@ -104,10 +104,11 @@ class MiniMaxM3AttentionConfig:
         """
         config = getattr(config, "text_config", None) or config
         rope = getattr(config, "rope_parameters", None) or {}
-        rope_type = rope.get("rope_type", "default")
-        if rope_type != "default":
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default" or any(isinstance(value, dict) for value in rope.values()):
             raise NotImplementedError(
-                f"`rope_parameters['rope_type']` must be 'default', got {rope_type!r}"
+                "`rope_parameters` must be of rope type 'default', the same for all layers, "
+                f"got {rope}"
             )
         if getattr(config, "attention_dropout", 0.0):
             raise NotImplementedError(

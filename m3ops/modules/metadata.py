@@ -109,34 +109,64 @@ class BatchMetadata:
         Raises:
             ValueError: lengths are negative or do not fit each other, the table or the bucket.
         """
-        query, context = _lengths(query_lens, context_lens)
-        check_at_least("block_size", block_size, 1)
-        count, total = len(query_lens), sum(query_lens)
+        count = len(query_lens)
         if num_decode_seqs is None:
             num_decode_seqs = next((i for i, n in enumerate(query_lens) if n > 1), count)
         if not 0 <= num_decode_seqs <= count:
             raise ValueError(
                 f"`num_decode_seqs` must be at most the {count} sequences, got {num_decode_seqs}"
             )
-        bucket_tokens = total if num_tokens is None else num_tokens
-        bucket_seqs = max(count if num_seqs is None else num_seqs, _FIRST_GENERIC)
-        decode_tokens = sum(query_lens[:num_decode_seqs])
+        num_tokens = sum(query_lens) if num_tokens is None else num_tokens
+        num_seqs = max(count if num_seqs is None else num_seqs, _FIRST_GENERIC)
+        num_decode_tokens = sum(query_lens[:num_decode_seqs])
         if num_decode_seqs == count:
-            num_decode_seqs, decode_tokens = bucket_seqs, bucket_tokens
-        longest = max(query_lens, default=0)
+            num_decode_seqs, num_decode_tokens = num_seqs, num_tokens
         if max_seqlen_q is None:
-            only_decode = num_decode_seqs == bucket_seqs and longest <= 1
-            max_seqlen_q = 1 if only_decode else bucket_tokens
-        _check_fits("query_lens", "tokens", total, bucket_tokens)
-        _check_fits("query_lens", "sequences", count, bucket_seqs)
-        _check_fits("query_lens", "tokens in one sequence", longest, max_seqlen_q)
+            only_decode = num_decode_seqs == num_seqs and max(query_lens, default=0) <= 1
+            max_seqlen_q = 1 if only_decode else num_tokens
+        batch = cls._on_host(
+            query_lens,
+            context_lens,
+            block_table,
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            num_columns=num_columns,
+            generic_ints=(
+                max_seqlen_q + _FIRST_GENERIC,
+                num_decode_seqs + _FIRST_GENERIC,
+                num_decode_tokens + _FIRST_GENERIC,
+            ),
+            block_size=block_size,
+        )
+        return batch._to(torch.device("cpu" if device is None else device))
 
+    @classmethod
+    def _on_host(
+        cls,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int] | None,
+        block_table: Tensor | Sequence[Sequence[int]] | None,
+        *,
+        num_tokens: int,
+        num_seqs: int,
+        num_columns: int | None,
+        generic_ints: tuple[int, int, int],
+        block_size: int,
+    ) -> BatchMetadata:
+        """The bucket's batch on the CPU."""
+        query, context = _lengths(query_lens, context_lens)
+        check_at_least("block_size", block_size, 1)
+        count, total = len(query_lens), sum(query_lens)
+        max_seqlen_q = generic_ints[0] - _FIRST_GENERIC
+        _check_fits("query_lens", "tokens", total, num_tokens)
+        _check_fits("query_lens", "sequences", count, num_seqs)
+        _check_fits("query_lens", "tokens a sequence", max(query_lens, default=0), max_seqlen_q)
         seqused = query + context
-        cu_seqlens_q = F.pad(query.cumsum(0), (1, bucket_seqs - count))
+        cu_seqlens_q = F.pad(query.cumsum(0), (1, num_seqs - count))
         cu_seqlens_q[count + 1 :] = total
         sequence = torch.repeat_interleave(query)
         positions = context[sequence] + torch.arange(total) - cu_seqlens_q[sequence]
-        padding = (0, bucket_tokens - total)
+        padding = (0, num_tokens - total)
         table = slots = None
         if block_table is None:
             if context.any():
@@ -149,22 +179,17 @@ class BatchMetadata:
             _check_fits("block_table", "columns", pages.shape[1], columns)
             page = pages[sequence, positions // block_size]
             slots = F.pad(page * block_size + positions % block_size, padding, value=-1)
-            table = F.pad(pages, (0, columns - pages.shape[1], 0, bucket_seqs - count)).int()
-        batch = cls(
+            table = F.pad(pages, (0, columns - pages.shape[1], 0, num_seqs - count)).int()
+        return cls(
             cu_seqlens_q=cu_seqlens_q.int(),
-            seqused_k=F.pad(seqused, (0, bucket_seqs - count)).int(),
+            seqused_k=F.pad(seqused, (0, num_seqs - count)).int(),
             positions=F.pad(positions, padding),
             num_valid_blocks=F.pad(positions // block_size + 1, padding).int(),
             block_table=table,
             slot_mapping=slots,
-            generic_ints=(
-                max_seqlen_q + _FIRST_GENERIC,
-                num_decode_seqs + _FIRST_GENERIC,
-                decode_tokens + _FIRST_GENERIC,
-            ),
+            generic_ints=generic_ints,
             block_size=block_size,
         )
-        return batch._to(torch.device("cpu" if device is None else device))
 
     @classmethod
     def uniform(
@@ -202,19 +227,24 @@ class BatchMetadata:
             self.
 
         Raises:
-            ValueError: the step does not fit the bucket, or its decode sequences are not those
-                that the bucket names.
+            ValueError: the step does not fit the bucket, or tokens of other sequences stand where
+                the bucket has rows of decode sequences.
         """
-        num_decode_seqs = min(self.num_decode_seqs, len(query_lens))
-        step = BatchMetadata.from_lengths(
+        decode, rest = query_lens[: self.num_decode_seqs], query_lens[self.num_decode_seqs :]
+        if any(rest) and sum(decode) != self.num_decode_tokens:
+            raise ValueError(
+                f"`query_lens` must have {self.num_decode_tokens} tokens in its first "
+                f"{self.num_decode_seqs} sequences, the bucket's decode sequences, or none after "
+                f"them, got {sum(decode)} and {sum(rest)}"
+            )
+        step = self._on_host(
             query_lens,
             context_lens,
             block_table,
             num_tokens=self.num_tokens,
             num_seqs=self.num_seqs,
             num_columns=None if self.block_table is None else self.block_table.shape[1],
-            max_seqlen_q=self.max_seqlen_q,
-            num_decode_seqs=num_decode_seqs,
+            generic_ints=self.generic_ints,
             block_size=self.block_size,
         )
         return self.copy_(step)
@@ -279,6 +309,8 @@ class BatchMetadata:
 
 
 torch.export.register_dataclass(BatchMetadata, serialized_type_name="m3ops.BatchMetadata")
+# Saved programs hold the inputs that they were exported with.
+torch.serialization.add_safe_globals([BatchMetadata])
 
 
 def _lengths(

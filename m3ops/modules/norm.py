@@ -23,8 +23,15 @@ class GemmaRMSNorm(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
+        # Text: torch.compile(dynamic=True) would make a float a tensor on the CPU, which CUDA graphs
+        # refuse.
+        self._eps = repr(float(eps))
         self.weight = nn.Parameter(torch.zeros(dim, dtype=dtype, device=device))
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean square."""
+        return float(self._eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., dim]`` -> the same shape and dtype, rounded once, at the end."""
