@@ -91,7 +91,7 @@ def active_backend(device: torch.device) -> str:
     if not name:
         return TRITON if device.type == "cuda" and not _triton_missing() else REFERENCE
     _check_usable(name)
-    if name == TRITON and device.type != "cuda" and not _interpreting():
+    if name == TRITON and device.type != "cuda" and not interpreting():
         raise RuntimeError(
             f"backend 'triton' was requested for tensors on {device}: it needs a CUDA or ROCm "
             "device, or TRITON_INTERPRET=1 set before Triton is imported"
@@ -127,14 +127,15 @@ def _triton_missing() -> bool:
     return importlib.util.find_spec("triton") is None
 
 
-def _interpreting() -> bool:
+def interpreting() -> bool:
+    """Whether Triton kernels run interpreted, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def _triton_unusable() -> str:
     if _triton_missing():
         return "the package triton is not installed"
-    if not torch.cuda.is_available() and not _interpreting():
+    if not torch.cuda.is_available() and not interpreting():
         return "no CUDA or ROCm device is available (TRITON_INTERPRET=1 interprets on the CPU)"
     return ""
 

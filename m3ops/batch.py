@@ -262,9 +262,7 @@ def make_batch(
     check_at_least("num_decode_seqs", num_decode_seqs, 0)
     check_at_least("num_decode_tokens", num_decode_tokens, 0)
     if num_decode_seqs > num_seqs:
-        raise ValueError(
-            f"`num_decode_seqs` must be at most B = {num_seqs}, got {num_decode_seqs}"
-        )
+        raise ValueError(f"`num_decode_seqs` must be at most B = {num_seqs}, got {num_decode_seqs}")
     if num_decode_tokens > total_q:
         raise ValueError(
             f"`num_decode_tokens` must be at most T = {total_q}, got {num_decode_tokens}"

@@ -63,9 +63,7 @@ def define_op(
         return results
 
     returns = ", ".join(f"Tensor {output}" for output in outputs)
-    library.define(
-        f"{name}({arguments}) -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,)
-    )
+    library.define(f"{name}({arguments}) -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, functional, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     torch.library.register_autograd(

@@ -38,8 +38,8 @@ def index_score(
 ) -> Tensor:
     """Score every visible block of keys for every index query.
 
-    ``scores[t, h, j] = max over keys s of block j with s <= p(t) of dot(index_q[t, h], index_k[s])``
-    in float32, unscaled (a positive scale changes no order); MiniMax Sparse Attention,
+    ``scores[t, h, j] = max dot(index_q[t, h], index_k[s])`` over the keys ``s <= p(t)`` of block
+    `j`, in float32, unscaled (a positive scale changes no order); MiniMax Sparse Attention,
     arXiv 2606.13392.
 
     Args:

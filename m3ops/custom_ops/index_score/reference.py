@@ -32,7 +32,7 @@ def index_score_reference(
 
 def _block_scores(q: Tensor, keys: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """``[n, Hi, ceil(S / N)]`` scores of queries ``[n, Hi, Di]`` over keys ``[S, Di]``."""
-    num_keys, dim = keys.shape
+    num_keys = keys.shape[0]
     dtype = torch.promote_types(q.dtype, torch.float32)
     rows = q.to(dtype).flatten(0, 1)
     row_tiles = F.pad(rows, (0, 0, 0, -len(rows) % _ROWS)).split(_ROWS)

@@ -59,9 +59,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None,
     rest = (None,) * (1 + NUM_BATCH_ARGS + 3)
     if dout is None:
         return None, None, None, *rest
-    dq, dk, dv = torch.ops.m3ops.sparse_attention_backward(
-        dout, *ctx.saved_tensors, *ctx.host
-    )
+    dq, dk, dv = torch.ops.m3ops.sparse_attention_backward(dout, *ctx.saved_tensors, *ctx.host)
     return dq, dk, dv, *rest
 
 

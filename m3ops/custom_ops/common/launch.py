@@ -1,0 +1,109 @@
+"""What the launchers share: device facts, layout arguments and the launch itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...batch import PACKED, PAGED, Batch
+
+BLOCK_B = 64
+"""Sequences that one step of the search for a row's sequence looks at."""
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def next_power_of_2(n: int, minimum: int = 16) -> int:
+    return max(minimum, 1 << (n - 1).bit_length())
+
+
+def check_sizes(op: str, dtype: torch.dtype, block_size: int, **dims: int) -> None:
+    """Refuse what the Triton kernels do not take, naming the first size that does not fit."""
+    if dtype == torch.float64:
+        raise NotImplementedError(
+            f"{op} on backend 'triton' takes float32, float16 and bfloat16, got float64: use "
+            "m3ops.use_backend('reference')"
+        )
+    if block_size & (block_size - 1) or not 16 <= block_size <= 256:
+        raise NotImplementedError(
+            f"`block_size` must be a power of two from 16 to 256 for {op} on backend 'triton', "
+            f"got {block_size}"
+        )
+    for name, dim in dims.items():
+        if dim > 256:
+            raise NotImplementedError(
+                f"the {name} must be at most 256 for {op} on backend 'triton', got {dim}"
+            )
+
+
+def layout_args(batch: Batch, keys: Tensor) -> dict[str, Any]:
+    """Kernel arguments that say where sequences and blocks lie."""
+    paged = batch.layout == PAGED
+    table = batch.block_table
+    return {
+        "cu_seqlens_q_ptr": batch.cu_seqlens_q,
+        "seqused_k_ptr": batch.seqused_k,
+        "block_table_ptr": table,
+        "first_key_ptr": batch.cu_seqlens_k if batch.layout == PACKED else batch.leftpad_k,
+        "stride_table_b": 0 if table is None else table.stride(0),
+        "num_pages": keys.shape[0],
+        "num_seqs": batch.num_seqs,
+        "PAGED": paged,
+        "BLOCK_SIZE": batch.block_size,
+        "BLOCK_B": BLOCK_B,
+    }
+
+
+def key_strides(batch: Batch, keys: Tensor) -> tuple[int, int]:
+    """Elements from page to page (or sequence to sequence) and from token to token."""
+    if batch.layout == PACKED:
+        return 0, keys.stride(0)
+    if batch.layout == PAGED:
+        return keys.stride(0), keys.stride(-2)
+    return keys.stride(0), keys.stride(1)
+
+
+def head_stride(batch: Batch, keys: Tensor) -> int:
+    return keys.stride(1 if batch.layout == PAGED else -2)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
+    """Launch on `device`; a kernel that must first be compiled is refused during a capture."""
+    if 0 in grid:
+        return
+    if device.type == "cpu":
+        kernel[grid](**arguments)
+        return
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            with _no_compilation(kernel):
+                kernel[grid](**arguments)
+        else:
+            kernel[grid](**arguments)
+
+
+@contextmanager
+def _no_compilation(kernel: Any) -> Iterator[None]:
+    def refuse(**_: Any) -> bool:
+        raise RuntimeError(
+            f"{kernel.__name__} must be compiled before a CUDA graph is captured, got its first "
+            "use for these sizes inside a capture: call m3ops.warmup(...) or run the step once"
+        )
+
+    runtime = triton.knobs.runtime
+    previous, runtime.jit_cache_hook = runtime.jit_cache_hook, refuse
+    try:
+        yield
+    finally:
+        runtime.jit_cache_hook = previous

@@ -1,0 +1,132 @@
+"""Launching the Triton kernel of ``index_score``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ...backends import interpreting
+from ...batch import Batch
+from ..common.launch import (
+    check_sizes,
+    key_strides,
+    launch,
+    layout_args,
+    next_power_of_2,
+    num_multiprocessors,
+)
+from .kernels import _index_score_kernel
+
+MAX_DECODE_QUERIES = 16
+"""Batches with at most this many query tokens per sequence are scored as decode rows."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows per tile, keys per product, and how the program runs."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _config(decode: bool, dtype: torch.dtype, heads: int, block_size: int, block_d: int) -> Config:
+    few = next_power_of_2(heads)
+    if dtype == torch.float32:
+        return Config(max(16, few), min(block_size, 32), 4, 1)
+    if decode:
+        return Config(few, min(block_size, 128), 4, 3 if block_d <= 128 else 2)
+    return Config(max(128, few), min(block_size, 128), 8, 3 if block_d <= 128 else 2)
+
+
+def launch_index_score(
+    index_q: Tensor, index_k: Tensor, batch: Batch, num_splits: int, out: Tensor
+) -> None:
+    """Score all rows: the named decode rows as such, the rest by what it is."""
+    check_sizes("index_score", index_q.dtype, batch.block_size, **{"index dim": index_q.shape[2]})
+    launch_index_score_rows(index_q, index_k, batch, num_splits, out, None, 0, index_q.shape[0])
+
+
+def launch_index_score_rows(
+    index_q: Tensor,
+    index_k: Tensor,
+    batch: Batch,
+    num_splits: int,
+    scores: Tensor,
+    visible: Tensor | None,
+    begin: int,
+    end: int,
+) -> None:
+    """Score rows ``begin .. end`` of the batch into the first rows of `scores`.
+
+    With `visible`, int32 ``[end - begin]``, each row's number of visible blocks goes there.
+    """
+    decode_end = end if batch.max_seqlen_q <= MAX_DECODE_QUERIES else batch.num_decode_tokens
+    decode_end = min(max(decode_end, begin), end)
+    for decode, first, last in ((True, begin, decode_end), (False, decode_end, end)):
+        if first < last:
+            part = scores[first - begin :]
+            part_visible = None if visible is None else visible[first - begin :]
+            _launch(index_q, index_k, batch, num_splits, part, part_visible, first, last, decode)
+
+
+def _launch(
+    index_q: Tensor,
+    index_k: Tensor,
+    batch: Batch,
+    num_splits: int,
+    scores: Tensor,
+    visible: Tensor | None,
+    begin: int,
+    end: int,
+    decode: bool,
+) -> None:
+    _, heads, dim = index_q.shape
+    block_d = next_power_of_2(dim)
+    config = _config(decode, index_q.dtype, heads, batch.block_size, block_d)
+    tile_t = config.block_m // heads
+    num_tiles = (end - begin) // tile_t + batch.num_seqs + 1
+    stride_outer, stride_token = key_strides(batch, index_k)
+    if num_splits == 0:
+        num_splits = _choose_splits(end - begin, tile_t, scores.shape[2], index_q.device)
+    launch(
+        _index_score_kernel,
+        (num_tiles, min(num_splits, max(1, scores.shape[2]))),
+        index_q.device,
+        q_ptr=index_q,
+        k_ptr=index_k,
+        scores_ptr=scores,
+        visible_ptr=visible,
+        stride_q_t=index_q.stride(0),
+        stride_q_h=index_q.stride(1),
+        stride_k_outer=stride_outer,
+        stride_k_token=stride_token,
+        stride_s_t=scores.stride(0),
+        stride_s_h=scores.stride(1),
+        stride_s_j=scores.stride(2),
+        row_begin=begin,
+        row_end=end,
+        num_tiles=num_tiles,
+        num_columns=scores.shape[2],
+        HEADS=heads,
+        DIM=dim,
+        TILE_T=tile_t,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=block_d,
+        KEYS_FIRST=config.block_m < 64,
+        UPCAST=interpreting() and index_q.dtype == torch.bfloat16,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **layout_args(batch, index_k),
+    )
+
+
+def _choose_splits(rows: int, tile_t: int, columns: int, device: torch.device) -> int:
+    """Enough programs to fill the device four times over, and no more than there are blocks."""
+    tiles = triton.cdiv(rows, tile_t)
+    return max(1, min(columns, triton.cdiv(4 * num_multiprocessors(device), tiles)))

@@ -1,0 +1,40 @@
+"""Score and select on Triton: chunks of rows through one bounded buffer of scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...batch import Batch
+from ..common.launch import check_sizes
+from ..index_score.launch import launch_index_score_rows
+from ..topk_select.launch import launch_topk_select
+
+
+def launch_select_blocks(
+    index_q: Tensor,
+    index_k: Tensor,
+    batch: Batch,
+    topk: int,
+    init_blocks: int,
+    local_blocks: int,
+    num_splits: int,
+    max_scratch_bytes: int,
+    out: Tensor,
+) -> None:
+    """Every chunk is scored and selected before the next one overwrites the buffer."""
+    rows, heads, dim = index_q.shape
+    check_sizes("select_blocks", index_q.dtype, batch.block_size, **{"index dim": dim})
+    columns = batch.num_block_columns
+    chunk = min(rows, max(1, max_scratch_bytes // max(1, 4 * heads * columns)))
+    scores = index_q.new_empty((chunk, heads, columns), dtype=torch.float32)
+    visible = index_q.new_empty((chunk,), dtype=torch.int32)
+    for begin in range(0, rows, max(1, chunk)):
+        end = min(begin + chunk, rows)
+        size = end - begin
+        launch_index_score_rows(
+            index_q, index_k, batch, num_splits, scores[:size], visible[:size], begin, end
+        )
+        launch_topk_select(
+            scores[:size], visible[:size], topk, init_blocks, local_blocks, out[begin:end]
+        )
