@@ -107,7 +107,7 @@ class MiniMaxM3SparseAttention(nn.Module):
         batch = self._check(hidden, batch, cache, workspace)
         cos, sin = position_embeddings or self.rotary_emb(hidden, batch.positions)
         for name, table in (("cos", cos), ("sin", sin)):
-            check_shape(name, table, "[T, rotary_dim]", (hidden.shape[0], self.config.rotary_dim))
+            check_shape(name, table, "[T, rotary_dim]", (hidden.shape[0], self.rotary_emb.dim))
         q, k, v = self._project(hidden, cos, sin)
         if cache is None:
             if block_ids is None:

@@ -23,7 +23,7 @@ class GemmaRMSNorm(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        # Text: torch.compile(dynamic=True) would make a float a tensor on the CPU, which CUDA graphs
+        # Text: of a float, torch.compile(dynamic=True) makes a tensor on the CPU, which CUDA graphs
         # refuse.
         self._eps = repr(float(eps))
         self.weight = nn.Parameter(torch.zeros(dim, dtype=dtype, device=device))
