@@ -559,6 +559,9 @@ def assert_within_budget(
     finite = oracle[~infinite].double()
     error = (actual[~infinite].double() - finite).abs()
     allowed = (eager[~infinite].double() - finite).abs()
+    if actual.dtype == torch.float64:
+        # The oracle is no more exact than the result.
+        ulps *= 16
     rounding = ulps * torch.finfo(actual.dtype).eps
     for measure, of in (("largest", torch.amax), ("RMS", _rms)):
         reached = of(error).item()

@@ -162,8 +162,10 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         check_shape(f"outs[{i}]", out, "the shape of the others", tuple(outs[0].shape))
         check_shape(f"lses[{i}]", lse, "[...]", tuple(outs[0].shape[:-1]))
     lse = torch.stack(tuple(lses))
-    total = torch.logsumexp(lse, 0)
-    weights = torch.exp(lse - total.where(total > -torch.inf, 0))[..., None]
+    top = lse.amax(0)
+    # Not exp(lse - total): where the sums are large, the rounding of `total` would be in the mean.
+    weights = torch.exp(lse - top.where(top > -torch.inf, 0))[..., None]
+    total = weights.sum(0)
     parts = torch.stack(tuple(outs)).to(lse.dtype)
-    out = (weights * parts.where(weights > 0, 0)).sum(0)
-    return out.to(outs[0].dtype), total
+    out = (weights * parts.where(weights > 0, 0)).sum(0) / total.where(total > 0, 1)
+    return out.to(outs[0].dtype), top + total[..., 0].log()
