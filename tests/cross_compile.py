@@ -16,8 +16,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from m3ops.batch import Batch
+from m3ops.custom_ops.common import launch as common
 from m3ops.custom_ops.index_score import launch as index_score
 from m3ops.custom_ops.select_blocks import launch as select_blocks
 from m3ops.custom_ops.sparse_attention import launch as sparse_attention
@@ -53,6 +55,9 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], target: GPUTarget) ->
             signature[name] = _TYPES[value.dtype]
             if not param.do_not_specialize_on_alignment:
                 attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            element = _TYPES[value.base.dtype][1:]
+            signature[name] = f"tensordesc<{element}{value.block_shape}>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and not param.do_not_specialize:
@@ -157,11 +162,15 @@ def main(arch: str, dtype: str, layout: str) -> None:
     target = parse_target(arch)
     recorded: list[tuple[Any, dict[str, Any]]] = []
 
-    def record(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
+    def record(
+        kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any]
+    ) -> None:
         recorded.append((kernel, arguments))
 
-    for module in (index_score, topk_select, store_kv, sparse_attention):
-        module.launch = record  # type: ignore[attr-defined]
+    common.run = record
+    hopper = target.backend == "cuda" and target.arch >= 90
+    for module in (common, index_score):
+        module.supports_hopper = lambda device: hopper  # type: ignore[attr-defined]
     done = set()
     for what, call in launches(getattr(torch, dtype), layout == "paged"):
         recorded.clear()

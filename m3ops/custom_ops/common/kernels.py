@@ -3,21 +3,25 @@
 import triton
 import triton.language as tl
 
+_LARGEST = tl.constexpr(2**31 - 1)
+
 
 @triton.jit
-def find_sequence(cu_seqlens_q_ptr, row, num_seqs, BLOCK_B: tl.constexpr):
-    """The sequence that `row` of the packed batch belongs to; `num_seqs` for padding rows."""
-    started = 0
-    for first in range(0, num_seqs + 1, BLOCK_B):
-        b = first + tl.arange(0, BLOCK_B)
-        start = tl.load(cu_seqlens_q_ptr + b, mask=b <= num_seqs, other=2147483647)
-        started += tl.sum((start <= row).to(tl.int32))
-    return started - 1
+def find_row(
+    cu_seqlens_q_ptr, seqused_k_ptr, row, num_seqs, row_begin, row_end, BLOCK_B: tl.constexpr
+):
+    """Sequence and position of one row of the packed batch; padding rows stand at -1."""
+    b, _, _, shift = find_tile(
+        cu_seqlens_q_ptr, seqused_k_ptr, row - row_begin, num_seqs, row_begin, row_end, 0, BLOCK_B
+    )
+    padding = b == num_seqs
+    return tl.where(padding, 0, b), tl.where(padding, -1, row + shift)
 
 
 @triton.jit
 def find_tile(
     cu_seqlens_q_ptr,
+    seqused_k_ptr,
     tile,
     num_seqs,
     row_begin,
@@ -25,63 +29,64 @@ def find_tile(
     TILE_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Sequence, first row and end row of one tile of at most `TILE_T` rows of one sequence.
+    """Sequence, first row, end row and position shift of one tile of at most `TILE_T` rows.
 
     Rows ``row_begin .. row_end`` are cut into tiles that never cross a sequence. Sequence `b`
     has tiles from ``rows before it // TILE_T + b`` on, which leaves every sequence room enough and
-    needs no prefix sum; padding is one more sequence. Spare tiles come back empty (first >= end).
+    needs no prefix sum; padding is sequence `num_seqs`. Spare tiles come back empty (first >= end).
+    With `TILE_T` 0, `tile` is a row, counted from `row_begin`.
+    Adding the shift takes a row to its position: the last row stands at the last key.
     """
-    started = 0
+    found_b, found_row, found_end, found_shift = 0, 0, 0, 0
     for first in range(0, num_seqs + 1, BLOCK_B):
+        # All of them at once: a search would wait for one load after the other.
         b = first + tl.arange(0, BLOCK_B)
-        start = tl.load(cu_seqlens_q_ptr + b, mask=b <= num_seqs, other=0)
-        before = tl.minimum(tl.maximum(start, row_begin), row_end) - row_begin
-        started += tl.sum(((b <= num_seqs) & (before // TILE_T + b <= tile)).to(tl.int32))
-    b = started - 1
-    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + b), row_begin), row_end)
-    end = tl.load(cu_seqlens_q_ptr + b + 1, mask=b < num_seqs, other=2147483647)
-    end = tl.minimum(tl.maximum(end, row_begin), row_end)
-    row = start + (tile - (start - row_begin) // TILE_T - b) * TILE_T
-    return b, row, tl.minimum(row + TILE_T, end)
+        start = tl.load(cu_seqlens_q_ptr + b, mask=b <= num_seqs, other=_LARGEST)
+        end = tl.load(cu_seqlens_q_ptr + b + 1, mask=b < num_seqs, other=_LARGEST)
+        seqused = tl.load(seqused_k_ptr + b, mask=b < num_seqs, other=0)
+        row = tl.minimum(tl.maximum(start, row_begin), row_end)
+        limit = tl.minimum(tl.maximum(end, row_begin), row_end)
+        if TILE_T == 0:
+            mine = (row - row_begin <= tile) & (tile < limit - row_begin)
+        else:
+            first_tile = (row - row_begin) // TILE_T + b
+            next_tile = (limit - row_begin) // TILE_T + b + 1
+            mine = (b <= num_seqs) & (first_tile <= tile) & (tile < next_tile)
+            row += (tile - first_tile) * TILE_T
+            limit = tl.minimum(limit, row + TILE_T)
+        found_b += tl.sum(tl.where(mine, b, 0))
+        found_row += tl.sum(tl.where(mine, row, 0))
+        found_end += tl.sum(tl.where(mine, limit, 0))
+        found_shift += tl.sum(tl.where(mine & (b < num_seqs), seqused - end, 0))
+    return found_b, found_row, found_end, found_shift
 
 
 @triton.jit
-def position_shift(cu_seqlens_q_ptr, seqused_k_ptr, b):
-    """What takes a row of sequence `b` to its position: the last row stands at the last key."""
-    return tl.load(seqused_k_ptr + b) - tl.load(cu_seqlens_q_ptr + b + 1)
-
-
-@triton.jit
-def block_offset(
+def block_coordinates(
     block,
     b,
     block_table_ptr,
     first_key_ptr,
     stride_table_b,
-    stride_outer,
-    stride_token,
     num_pages,
     PAGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    mask=None,
 ):
-    """Elements (int64) from the start of a key tensor to the first key of one logical block."""
+    """Page (or sequence) and token in it of the first key of each logical block.
+
+    A page id out of range is bounded: it gives wrong numbers, never an access outside the cache.
+    """
     if PAGED:
-        page = tl.load(block_table_ptr + b.to(tl.int64) * stride_table_b + block)
-        return bounded_page(page, num_pages).to(tl.int64) * stride_outer
-    offset = sequence_offset(b, first_key_ptr, stride_outer, stride_token)
-    return offset + tl.cast(block, tl.int64) * BLOCK_SIZE * stride_token
-
-
-@triton.jit
-def sequence_offset(b, first_key_ptr, stride_outer, stride_token):
-    """Elements (int64) from the start of packed or batched keys to a sequence's first key."""
-    offset = b.to(tl.int64) * stride_outer
+        page = tl.load(block_table_ptr + tl.cast(b, tl.int64) * stride_table_b + block, mask)
+        return tl.minimum(tl.maximum(page, 0), num_pages - 1), block * 0
+    first = block * BLOCK_SIZE
     if first_key_ptr is not None:
-        offset += tl.load(first_key_ptr + b).to(tl.int64) * stride_token
-    return offset
+        first += tl.load(first_key_ptr + b)
+    return block * 0 + b, first
 
 
 @triton.jit
-def bounded_page(page, num_pages):
-    """A page id out of range gives wrong numbers, never an access outside the cache."""
-    return tl.minimum(tl.maximum(page, 0), num_pages - 1)
+def element_offset(outer, token, stride_outer, stride_token):
+    """Elements (int64) from the start of a key tensor to one of its tokens."""
+    return tl.cast(outer, tl.int64) * stride_outer + tl.cast(token, tl.int64) * stride_token

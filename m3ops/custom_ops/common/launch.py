@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...batch import PACKED, PAGED, Batch
 
-BLOCK_B = 64
+BLOCK_B = 32
 """Sequences that one step of the search for a row's sequence looks at."""
 
 
@@ -78,10 +78,30 @@ def head_stride(batch: Batch, keys: Tensor) -> int:
     return keys.stride(1 if batch.layout == PAGED else -2)
 
 
+def supports_hopper(device: torch.device) -> bool:
+    """Tensor descriptors fetched by the copy engine, and launches that overlap their predecessor."""
+    return device.type == "cuda" and _capability(device) >= (9, 0)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
     """Launch on `device`; a kernel that must first be compiled is refused during a capture."""
     if 0 in grid:
         return
+    # A kernel's prologue may run while its predecessor ends; it waits before it touches memory.
+    arguments["PDL"] = supports_hopper(device)
+    if arguments["PDL"]:
+        arguments["launch_pdl"] = True
+    run(kernel, grid, device, arguments)
+
+
+def run(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any]
+) -> None:
     if device.type == "cpu":
         kernel[grid](**arguments)
         return

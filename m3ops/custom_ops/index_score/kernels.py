@@ -2,8 +2,9 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common.kernels import block_offset, find_tile, position_shift
+from ..common.kernels import block_coordinates, element_offset, find_tile
 
 _METADATA = ["cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr", "visible_ptr"]
 _COUNTS = [
@@ -15,7 +16,7 @@ _COUNTS = [
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_METADATA)
 def _index_score_kernel(
     q_ptr,
-    k_ptr,
+    k,
     scores_ptr,
     cu_seqlens_q_ptr,
     seqused_k_ptr,
@@ -46,87 +47,87 @@ def _index_score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
+    TMA: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile of rows of one sequence against one share of the blocks it sees.
 
     A tile's rows are the (token, head) pairs of `TILE_T` tokens: all heads share every key tile.
-    Programs own whole columns, so the number of splits changes no bit. Limit: memory bandwidth for
-    few rows, the matrix units for many.
+    Programs own whole columns, so the number of splits changes no bit. `k` is a pointer, or with
+    `TMA` a tensor descriptor. Limit: memory bandwidth for few rows, the matrix units for many.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     # The last tiles of a sequence see most blocks: start with them.
     tile = num_tiles - 1 - tl.program_id(0)
     split = tl.program_id(1)
-    b, row, row_limit = find_tile(
-        cu_seqlens_q_ptr, tile, num_seqs, row_begin, row_end, TILE_T, BLOCK_B
+    b, row, row_limit, shift = find_tile(
+        cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T, BLOCK_B
     )
     if row < row_limit:
         m = tl.arange(0, BLOCK_M)
         rows = row + m // HEADS
         heads = m % HEADS
         live = (m < TILE_T * HEADS) & (rows < row_limit)
+        # [BLOCK_M]
+        positions = rows + shift
+        visible = tl.where(positions < 0, 0, positions // BLOCK_SIZE + 1)
         if b == num_seqs:
-            if visible_ptr is not None:
-                if split == 0:
-                    tl.store(visible_ptr + rows - row_begin, tl.zeros_like(rows), live)
-        else:
-            shift = position_shift(cu_seqlens_q_ptr, seqused_k_ptr, b)
-            # [BLOCK_M]
-            positions = rows + shift
-            visible = tl.where(positions < 0, 0, positions // BLOCK_SIZE + 1)
-            if visible_ptr is not None:
-                if split == 0:
-                    tl.store(visible_ptr + rows - row_begin, visible, live)
-            most = tl.minimum(tl.max(tl.where(live, visible, 0)), num_columns)
-            # Blocks before this one hold no key that a row of the tile must not see.
-            whole = tl.minimum(tl.maximum(row + shift + 1, 0) // BLOCK_SIZE, most)
-            share = tl.cdiv(most, tl.num_programs(1))
-            begin = split * share
-            end = tl.minimum(begin + share, most)
+            visible = tl.zeros_like(visible)
+        if visible_ptr is not None:
+            if split == 0:
+                tl.store(visible_ptr + rows - row_begin, visible, live)
+        most = tl.minimum(tl.max(tl.where(live, visible, 0)), num_columns)
+        # Blocks before this one hold no key that a row of the tile must not see.
+        whole = tl.minimum(tl.maximum(row + shift + 1, 0) // BLOCK_SIZE, most)
+        share = tl.cdiv(most, tl.num_programs(1))
+        begin = split * share
+        end = tl.minimum(begin + share, most)
 
-            d = tl.arange(0, BLOCK_D)
-            q_offset = rows.to(tl.int64) * stride_q_t + heads * stride_q_h
-            # [BLOCK_M, BLOCK_D]
-            q = tl.load(
-                q_ptr + q_offset[:, None] + d[None, :],
-                mask=live[:, None] & (d < DIM)[None, :],
-                other=0.0,
-            )
-            if UPCAST:
-                q = q.to(tl.float32)
-            s_ptrs = (
-                scores_ptr
-                + (rows - row_begin).to(tl.int64) * stride_s_t
-                + heads.to(tl.int64) * stride_s_h
-            )
-            for block in range(begin, tl.minimum(end, whole)):
-                offset = block_offset(
-                    block, b, block_table_ptr, first_key_ptr, stride_table_b, stride_k_outer,
-                    stride_k_token, num_pages, PAGED, BLOCK_SIZE,
-                )  # fmt: skip
-                best = _block_max(
-                    q, k_ptr + offset, block, positions, stride_k_token, BLOCK_SIZE, DIM, BLOCK_N,
-                    BLOCK_D, False, KEYS_FIRST, UPCAST,
-                )  # fmt: skip
-                tl.store(s_ptrs + block * stride_s_j, best, live)
-            for block in range(tl.maximum(begin, whole), end):
-                offset = block_offset(
-                    block, b, block_table_ptr, first_key_ptr, stride_table_b, stride_k_outer,
-                    stride_k_token, num_pages, PAGED, BLOCK_SIZE,
-                )  # fmt: skip
-                best = _block_max(
-                    q, k_ptr + offset, block, positions, stride_k_token, BLOCK_SIZE, DIM, BLOCK_N,
-                    BLOCK_D, True, KEYS_FIRST, UPCAST,
-                )  # fmt: skip
-                tl.store(s_ptrs + block * stride_s_j, best, live)
+        d = tl.arange(0, BLOCK_D)
+        q_offset = rows.to(tl.int64) * stride_q_t + heads * stride_q_h
+        # [BLOCK_M, BLOCK_D]
+        q = tl.load(
+            q_ptr + q_offset[:, None] + d[None, :],
+            mask=live[:, None] & (d < DIM)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            q = q.to(tl.float32)
+        s_offset = (rows - row_begin).to(tl.int64) * stride_s_t + heads.to(tl.int64) * stride_s_h
+        for block in range(begin, tl.minimum(end, whole)):
+            outer, token = block_coordinates(
+                block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
+                BLOCK_SIZE,
+            )  # fmt: skip
+            best = _block_max(
+                q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,
+                DIM, BLOCK_N, BLOCK_D, False, KEYS_FIRST, TMA, UPCAST,
+            )  # fmt: skip
+            tl.store(scores_ptr + s_offset + block * stride_s_j, best, live)
+        for block in range(tl.maximum(begin, whole), end):
+            outer, token = block_coordinates(
+                block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
+                BLOCK_SIZE,
+            )  # fmt: skip
+            best = _block_max(
+                q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,
+                DIM, BLOCK_N, BLOCK_D, True, KEYS_FIRST, TMA, UPCAST,
+            )  # fmt: skip
+            tl.store(scores_ptr + s_offset + block * stride_s_j, best, live)
 
 
 @triton.jit
 def _block_max(
     q,
-    k_ptr,
+    k,
+    outer,
+    token,
     block,
     positions,
+    stride_k_outer,
     stride_k_token,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
@@ -134,35 +135,43 @@ def _block_max(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
+    TMA: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """``[BLOCK_M]``: each row's largest dot product with the keys of one block that it sees."""
     best = tl.full(positions.shape, float("-inf"), tl.float32)
-    last = tl.max(positions)
     d = tl.arange(0, BLOCK_D)
     for first in tl.static_range(0, BLOCK_SIZE, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         key_positions = block * BLOCK_SIZE + n
         # [BLOCK_N, BLOCK_D]
-        k_ptrs = k_ptr + n[:, None] * stride_k_token + d[None, :]
-        if MASKED:
-            mask = (key_positions <= last)[:, None] & (d < DIM)[None, :]
-            k = tl.load(k_ptrs, mask=mask, other=0.0)
-        elif DIM < BLOCK_D:
-            k = tl.load(k_ptrs, mask=(d < DIM)[None, :], other=0.0)
+        if TMA:
+            keys = k.load([outer, token + first, 0]).reshape([BLOCK_N, BLOCK_D])
         else:
-            k = tl.load(k_ptrs)
+            k_ptrs = (
+                k
+                + element_offset(outer, token, stride_k_outer, stride_k_token)
+                + n[:, None] * stride_k_token
+                + d[None, :]
+            )
+            if MASKED:
+                mask = (key_positions <= tl.max(positions))[:, None] & (d < DIM)[None, :]
+                keys = tl.load(k_ptrs, mask=mask, other=0.0)
+            elif DIM < BLOCK_D:
+                keys = tl.load(k_ptrs, mask=(d < DIM)[None, :], other=0.0)
+            else:
+                keys = tl.load(k_ptrs)
         if UPCAST:
-            k = k.to(tl.float32)
+            keys = keys.to(tl.float32)
         # With few rows the keys take the long side of the product, so that none is padding.
         if KEYS_FIRST:
-            dots = tl.dot(k, tl.trans(q), input_precision="ieee")
+            dots = tl.dot(keys, tl.trans(q), input_precision="ieee")
             if MASKED:
                 seen = key_positions[:, None] <= positions[None, :]
                 dots = tl.where(seen, dots, float("-inf"))
             best = tl.maximum(best, tl.max(dots, 0))
         else:
-            dots = tl.dot(q, tl.trans(k), input_precision="ieee")
+            dots = tl.dot(q, tl.trans(keys), input_precision="ieee")
             if MASKED:
                 seen = key_positions[None, :] <= positions[:, None]
                 dots = tl.where(seen, dots, float("-inf"))

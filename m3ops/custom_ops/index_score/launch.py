@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...backends import interpreting
 from ...batch import Batch
@@ -17,6 +18,7 @@ from ..common.launch import (
     layout_args,
     next_power_of_2,
     num_multiprocessors,
+    supports_hopper,
 )
 from .kernels import _index_score_kernel
 
@@ -32,15 +34,16 @@ class Config:
     block_n: int
     num_warps: int
     num_stages: int
+    programs_per_multiprocessor: int
 
 
 def _config(decode: bool, dtype: torch.dtype, heads: int, block_size: int, block_d: int) -> Config:
     few = next_power_of_2(heads)
     if dtype == torch.float32:
-        return Config(max(16, few), min(block_size, 32), 4, 1)
+        return Config(max(16, few), min(block_size, 32), 4, 1, 4)
     if decode:
-        return Config(few, min(block_size, 128), 4, 3 if block_d <= 128 else 2)
-    return Config(max(128, few), min(block_size, 128), 8, 3 if block_d <= 128 else 2)
+        return Config(few, min(block_size, 128), 4, 3 if block_d <= 128 else 2, 3)
+    return Config(max(128, few), min(block_size, 128), 8, 3 if block_d <= 128 else 2, 2)
 
 
 def launch_index_score(
@@ -91,14 +94,18 @@ def _launch(
     tile_t = config.block_m // heads
     num_tiles = (end - begin) // tile_t + batch.num_seqs + 1
     stride_outer, stride_token = key_strides(batch, index_k)
+    columns = scores.shape[2]
     if num_splits == 0:
-        num_splits = _choose_splits(end - begin, tile_t, scores.shape[2], index_q.device)
+        tiles = triton.cdiv(end - begin, tile_t)
+        slots = config.programs_per_multiprocessor * num_multiprocessors(index_q.device)
+        num_splits = max(1, slots // tiles)
+    keys = _descriptor(index_k, batch, config.block_n, block_d)
     launch(
         _index_score_kernel,
-        (num_tiles, min(num_splits, max(1, scores.shape[2]))),
+        (num_tiles, min(num_splits, max(1, columns))),
         index_q.device,
         q_ptr=index_q,
-        k_ptr=index_k,
+        k=index_k if keys is None else keys,
         scores_ptr=scores,
         visible_ptr=visible,
         stride_q_t=index_q.stride(0),
@@ -111,7 +118,7 @@ def _launch(
         row_begin=begin,
         row_end=end,
         num_tiles=num_tiles,
-        num_columns=scores.shape[2],
+        num_columns=columns,
         HEADS=heads,
         DIM=dim,
         TILE_T=tile_t,
@@ -119,6 +126,7 @@ def _launch(
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
         KEYS_FIRST=config.block_m < 64,
+        TMA=keys is not None,
         UPCAST=interpreting() and index_q.dtype == torch.bfloat16,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -126,7 +134,17 @@ def _launch(
     )
 
 
-def _choose_splits(rows: int, tile_t: int, columns: int, device: torch.device) -> int:
-    """Enough programs to fill the device four times over, and no more than there are blocks."""
-    tiles = triton.cdiv(rows, tile_t)
-    return max(1, min(columns, triton.cdiv(4 * num_multiprocessors(device), tiles)))
+def _descriptor(
+    index_k: Tensor, batch: Batch, block_n: int, block_d: int
+) -> TensorDescriptor | None:
+    """Keys as ``[pages or sequences, tokens, Di]`` for the copy engine, where it can fetch them."""
+    keys = index_k if index_k.ndim == 3 else index_k[None]
+    strides = (keys.stride(0), keys.stride(1))
+    if (
+        not supports_hopper(index_k.device)
+        or 0 in keys.shape
+        or index_k.data_ptr() % 16
+        or any(stride * index_k.element_size() % 16 or stride == 0 for stride in strides)
+    ):
+        return None
+    return TensorDescriptor(keys, list(keys.shape), [*strides, 1], [1, block_n, block_d])

@@ -2,11 +2,12 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common.kernels import bounded_page, find_sequence, position_shift, sequence_offset
+from ..common.kernels import block_coordinates, element_offset, find_row
 
 _METADATA = ["cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr"]
-_COUNTS = ["stride_table_b", "num_seqs", "num_pages", "row_begin", "stride_o_s", "stride_l_s"]
+_COUNTS = ["stride_table_b", "num_seqs", "num_pages", "row_begin", "row_end", "stride_o_s", "stride_l_s"]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -46,6 +47,7 @@ def _sparse_attention_kernel(
     num_seqs,
     num_pages,
     row_begin,
+    row_end,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     TOPK: tl.constexpr,
@@ -58,11 +60,15 @@ def _sparse_attention_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_B: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The heads of one group of one row against one share of the row's block ids.
 
     Limit: memory bandwidth for few rows; for many, L2 and the padding of a 16-row product.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     local_row = tl.program_id(0).to(tl.int64)
     row = row_begin + local_row
     GROUP_TILES: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
@@ -72,11 +78,9 @@ def _sparse_attention_kernel(
     heads = head_kv * GROUP + group_head
     in_group = group_head < GROUP
     d = tl.arange(0, BLOCK_D)
-
-    b = find_sequence(cu_seqlens_q_ptr, row, num_seqs, BLOCK_B)
-    position = -1
-    if b < num_seqs:
-        position = (row + position_shift(cu_seqlens_q_ptr, seqused_k_ptr, b)).to(tl.int32)
+    b, position = find_row(
+        cu_seqlens_q_ptr, seqused_k_ptr, row.to(tl.int32), num_seqs, row_begin, row_end, BLOCK_B
+    )
     own_block = tl.where(position < 0, -1, position // BLOCK_SIZE)
 
     # The ids and pages of this share are fetched at once: inside the loop, a load that waits for a
@@ -90,12 +94,10 @@ def _sparse_attention_kernel(
     live = (ids >= 0) & (ids <= own_block)
     ids = tl.where(live, ids, -1)
     last_slot = tl.max(tl.where(live, slots, -1))
-    if PAGED:
-        pages = tl.load(block_table_ptr + b.to(tl.int64) * stride_table_b + ids, live, 0)
-        pages = bounded_page(pages, num_pages)
-    else:
-        k_ptr += sequence_offset(b, first_key_ptr, stride_k_outer, stride_k_token)
-        v_ptr += sequence_offset(b, first_key_ptr, stride_v_outer, stride_v_token)
+    outers, tokens = block_coordinates(
+        tl.where(live, ids, 0), b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
+        BLOCK_SIZE, live,
+    )  # fmt: skip
     k_ptr += head_kv * stride_k_h
     v_ptr += head_kv * stride_v_h
 
@@ -115,14 +117,10 @@ def _sparse_attention_kernel(
         # [BLOCK_N]
         seen = block * BLOCK_SIZE + n <= tl.where(block < 0, -1, position)
         mask = seen[:, None] & (d < DIM)[None, :]
-        if PAGED:
-            page = tl.sum(tl.where(slots == step // PARTS, pages, 0)).to(tl.int64)
-            k_block_ptr = k_ptr + page * stride_k_outer
-            v_block_ptr = v_ptr + page * stride_v_outer
-        else:
-            first = (block * BLOCK_SIZE).to(tl.int64)
-            k_block_ptr = k_ptr + first * stride_k_token
-            v_block_ptr = v_ptr + first * stride_v_token
+        outer = tl.sum(tl.where(slots == step // PARTS, outers, 0))
+        token = tl.sum(tl.where(slots == step // PARTS, tokens, 0))
+        k_block_ptr = k_ptr + element_offset(outer, token, stride_k_outer, stride_k_token)
+        v_block_ptr = v_ptr + element_offset(outer, token, stride_v_outer, stride_v_token)
         # [BLOCK_N, BLOCK_D]
         k = tl.load(k_block_ptr + n[:, None] * stride_k_token + d[None, :], mask, 0.0)
         v = tl.load(v_block_ptr + n[:, None] * stride_v_token + d[None, :], mask, 0.0)
@@ -171,8 +169,12 @@ def _sparse_attention_merge_kernel(
     NUM_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Join the splits of one head of one row by their lse. Limit: memory bandwidth."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     s = tl.arange(0, BLOCK_S)

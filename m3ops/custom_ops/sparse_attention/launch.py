@@ -126,6 +126,7 @@ def _attend(
         stride_l_t=lse.stride(1),
         stride_l_h=lse.stride(2),
         row_begin=begin,
+        row_end=end,
         GROUP=group,
         DIM=dim,
         TOPK=topk,

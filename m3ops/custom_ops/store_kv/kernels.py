@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"], do_not_specialize=["num_pages"])
@@ -35,8 +36,12 @@ def _store_kv_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DI: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token: its key and value of every head, and its index key. Limit: memory bandwidth."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + t * stride_slot_t)
     page = slot // BLOCK_SIZE

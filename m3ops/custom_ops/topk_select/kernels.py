@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _COUNTS = ["stride_s_t", "stride_s_h", "stride_v_t", "stride_i_t", "stride_i_h", "num_columns"]
 
@@ -28,12 +29,16 @@ def _topk_select_kernel(
     LOCAL: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row: its scores stay in registers, a search over their bits finds the least one kept.
 
     The kept blocks come out in ascending order by a running count, without a sort, and ties fall to
     the lower id. Limit: arithmetic on the visible scores, about 12 passes over registers.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     row = (pid // HEADS).to(tl.int64)
     head = pid % HEADS
@@ -90,11 +95,15 @@ def _topk_select_wide_kernel(
     LOCAL: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row too wide for registers: the same search, reading the scores anew in every pass.
 
     Limit: the latency of about 30 passes over the row through L2.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     row = (pid // HEADS).to(tl.int64)
     head = pid % HEADS
