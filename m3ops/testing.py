@@ -31,6 +31,10 @@ LAYOUTS = ("paged", "packed", "batched")
 # What a backend must not read: table entries past a sequence's end, ids in an unwritten buffer.
 GARBAGE_INTS = (2**31 - 1, -1, -(2**31), 2**30)
 
+# Every kind of sequence at block size 16, as `(seqused_k, new)`: decode, its block just full,
+# decode without a key, speculative rows, a chunk, rows before the first key, nothing, a prompt.
+MIXED = ((70, 1), (16, 1), (0, 1), (33, 3), (40, 6), (1, 2), (0, 0), (5, 5))
+
 
 @dataclass(frozen=True)
 class Geometry:

@@ -12,6 +12,7 @@ from conftest import Target
 import m3ops
 from m3ops.testing import (
     LAYOUTS,
+    MIXED,
     Geometry,
     Inputs,
     SequenceData,
@@ -25,10 +26,6 @@ from m3ops.testing import (
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-# Decode, a single block, no keys at all, speculative rows, a chunk, rows before the first key, an
-# empty sequence, a prompt.
-MIXED = [(70, 1), (16, 1), (0, 1), (33, 3), (50, 20), (2, 4), (0, 0), (21, 21)]
 
 
 def score(inputs: Inputs, **options: Any) -> torch.Tensor:

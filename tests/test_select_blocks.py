@@ -12,6 +12,7 @@ from conftest import Target
 import m3ops
 from m3ops.testing import (
     LAYOUTS,
+    MIXED,
     Geometry,
     Inputs,
     assert_attention,
@@ -23,8 +24,6 @@ from m3ops.testing import (
     random_sequences,
 )
 
-MIXED = [(150, 1), (16, 1), (0, 1), (100, 3), (90, 12), (2, 4), (0, 0), (21, 21)]
-
 
 def select(inputs: Inputs, **options: Any) -> torch.Tensor:
     return m3ops.select_blocks(inputs.index_q, inputs.index_k, **inputs.batch, **options)
@@ -34,7 +33,7 @@ def select(inputs: Inputs, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mixed_batch_matches_the_oracle(target: Target, layout: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(MIXED, layout=layout, dtype=dtype, device=target.device, padding_rows=3)
-    options = {"topk": 4, "init_blocks": 1, "local_blocks": 2}
+    options: dict[str, Any] = {"topk": 4, "init_blocks": 1, "local_blocks": 2}
     assert_block_ids(select(inputs, **options), inputs, **options)
 
 

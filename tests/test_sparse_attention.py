@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.autograd import gradcheck
 import m3ops
 from m3ops.testing import (
     LAYOUTS,
+    MIXED,
     Geometry,
     Inputs,
     SequenceData,
@@ -27,8 +29,6 @@ from m3ops.testing import (
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-MIXED = [(70, 1), (16, 1), (0, 1), (33, 3), (50, 20), (2, 4), (0, 0), (21, 21)]
-
 TAGGED = Geometry(heads_q=1, heads_kv=1, dim=16, index_dim=16, block_size=128)
 
 
@@ -88,10 +88,9 @@ def test_all_blocks_are_dense_causal_attention(target: Target, layout: str) -> N
     for b, sequence in enumerate(inputs.sequences):
         n, s = len(sequence.q), len(sequence.k)
         causal = torch.ones(n, s, dtype=torch.bool, device=target.device).tril(s - n)
+        q, k, v = (x.double().transpose(0, 1)[None] for x in (sequence.q, sequence.k, sequence.v))
         dense = torch.nn.functional.scaled_dot_product_attention(
-            *(x.double().transpose(0, 1)[None] for x in (sequence.q, sequence.k, sequence.v)),
-            attn_mask=causal,
-            enable_gqa=True,
+            q, k, v, attn_mask=causal, enable_gqa=True
         )[0].transpose(0, 1)
         torch.testing.assert_close(out[inputs.span(b)].double(), dense, rtol=1e-5, atol=1e-6)
 
@@ -361,22 +360,23 @@ def test_page_order_does_not_matter_and_pages_can_be_shared(target: Target) -> N
     k[swapped], v[swapped] = inputs.k[pages], inputs.v[pages]
     table = torch.tensor([swapped], dtype=torch.int32, device=target.device)
     batch = {**inputs.batch, "block_table": table}
-    assert torch.equal(m3ops.sparse_attention(inputs.q, k, v, ids, **batch), expected)
+    twin = dataclasses.replace(inputs, k=k, v=v, batch=batch)
+    assert torch.equal(attend(twin, ids), expected)
     # Two sequences with the same first pages; the second one's query stands at 255.
     shared = {
         "block_table": table.repeat(2, 1),
         "cu_seqlens_q": torch.arange(3, dtype=torch.int32, device=target.device),
         "seqused_k": torch.tensor([300, 256], dtype=torch.int32, device=target.device),
     }
-    out = m3ops.sparse_attention(
-        inputs.q.repeat(2, 1, 1), k, v, ids.repeat(2, 1, 1), **{**batch, **shared}
+    out, lse = m3ops.sparse_attention(
+        inputs.q.repeat(2, 1, 1), k, v, ids.repeat(2, 1, 1), **{**batch, **shared}, return_lse=True
     )
     short = SequenceData(
         sequence.q, sequence.index_q, sequence.k[:256], sequence.v[:256], sequence.index_k[:256]
     )
     alone = lay_out([short], block_size=128)
-    assert_attention(out[:1], None, inputs, ids)
-    assert_attention(out[1:], None, alone, ids)
+    assert_attention(out[:1], lse[:1], inputs, ids)
+    assert_attention(out[1:], lse[1:], alone, ids)
 
 
 def test_unselected_values_do_not_leak(target: Target) -> None:
@@ -385,12 +385,8 @@ def test_unselected_values_do_not_leak(target: Target) -> None:
     sequence.v.copy_(torch.where(blocks % 2 == 0, 0, 1e4)[:, None, None].expand(300, 2, 32))
     inputs = lay_out([sequence])
     ids = ids_of([[[0, 4, 16], [2, -1, 12]]] * 30, target)
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out = m3ops.sparse_attention(q, k, v, ids, **inputs.batch)
-    assert out.count_nonzero() == 0
-    out.backward(torch.randn_like(out))
-    assert v.grad is not None
-    dv = inputs.unstore(v.grad, 0)
+    assert attend(inputs, ids).count_nonzero() == 0
+    dv = inputs.unstore(gradients(inputs, ids, torch.randn_like(inputs.q))[2], 0)
     selected = torch.zeros(300, 2, dtype=torch.bool, device=target.device)
     for g, blocks_of_group in enumerate(((0, 4, 16), (2, 12))):
         for j in blocks_of_group:
@@ -460,8 +456,18 @@ def test_a_mixed_batch_equals_its_solo_runs(target: Target, named: int | None) -
 # Gradients.
 
 
-def with_grad(inputs: Inputs) -> list[torch.Tensor]:
-    return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+def with_grad(inputs: Inputs) -> Inputs:
+    """The same batch with queries, keys and values that require grad."""
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    return dataclasses.replace(inputs, q=q, k=k, v=v)
+
+
+def gradients(
+    inputs: Inputs, ids: torch.Tensor, dout: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    inputs = with_grad(inputs)
+    out = attend(inputs, ids, **options)
+    return torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), dout)
 
 
 @pytest.mark.parametrize("strides", ["contiguous", "transposed"])
@@ -480,11 +486,13 @@ def test_gradcheck(layout: str, strides: str) -> None:
     )
     ids = random_ids(inputs, 2)
 
+    inputs = with_grad(inputs)
+
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return m3ops.sparse_attention(q, k, v, ids, **inputs.batch, softmax_scale=0.7)
 
     with m3ops.use_backend("reference"):
-        assert gradcheck(function, with_grad(inputs))
+        assert gradcheck(function, (inputs.q, inputs.k, inputs.v))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -493,24 +501,17 @@ def test_gradients_match_the_oracle(target: Target, layout: str, dtype: torch.dt
     lengths = [(70, 1), (0, 1), (33, 3), (30, 9), (2, 4), (0, 0)]
     inputs = make_inputs(lengths, layout=layout, dtype=dtype, device=target.device, padding_rows=2)
     ids = random_ids(inputs, 3)
-    q, k, v = with_grad(inputs)
-    out = m3ops.sparse_attention(q, k, v, ids, **inputs.batch, softmax_scale=0.3)
-    dout = torch.randn_like(out)
-    out.backward(dout)
-    assert q.grad is not None
-    assert k.grad is not None
-    assert v.grad is not None
-    assert_gradients(q.grad, k.grad, v.grad, inputs, ids, dout, softmax_scale=0.3)
+    dout = torch.randn_like(inputs.q)
+    dq, dk, dv = gradients(inputs, ids, dout, softmax_scale=0.3)
+    assert_gradients(dq, dk, dv, inputs, ids, dout, softmax_scale=0.3)
 
 
 def test_gradients_under_a_tight_bound_on_scratch(target: Target) -> None:
     inputs = make_inputs([(70, 1), (33, 9)], device=target.device)
     ids = random_ids(inputs, 3)
-    tensors = with_grad(inputs)
-    out = m3ops.sparse_attention(*tensors, ids, **inputs.batch, max_scratch_bytes=1)
-    dout = torch.randn_like(out)
-    grads = torch.autograd.grad(out, tensors, dout)
-    assert_gradients(*grads, inputs, ids, dout)
+    dout = torch.randn_like(inputs.q)
+    dq, dk, dv = gradients(inputs, ids, dout, max_scratch_bytes=1)
+    assert_gradients(dq, dk, dv, inputs, ids, dout)
 
 
 def test_gradients_of_shared_pages_add_up(target: Target) -> None:
@@ -522,32 +523,27 @@ def test_gradients_of_shared_pages_add_up(target: Target) -> None:
         "seqused_k": inputs.batch["seqused_k"].repeat(2),
         "block_table": inputs.batch["block_table"].repeat(2, 1),
     }
-    q, k, v = with_grad(inputs)
-    out = m3ops.sparse_attention(q.repeat(2, 1, 1), k, v, ids.repeat(2, 1, 1), **double)
-    dout = torch.randn(3, *out.shape[1:], device=target.device)
-    grads = torch.autograd.grad(out, (q, k, v), torch.cat([dout, 2 * dout]))
-    assert_gradients(*grads, inputs, ids, 3 * dout)
-
-
-def test_some_inputs_without_grad(target: Target) -> None:
-    inputs = make_inputs([(40, 3)], device=target.device)
-    ids = random_ids(inputs, 3)
-    dout = torch.randn_like(inputs.q)
-    tensors = with_grad(inputs)
-    expected = torch.autograd.grad(
-        m3ops.sparse_attention(*tensors, ids, **inputs.batch), tensors, dout
+    q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out, _ = m3ops.sparse_attention(
+        q.repeat(2, 1, 1), k, v, ids.repeat(2, 1, 1), **double, return_lse=True
     )
-    for i, wanted in enumerate(expected):
-        mixed = [x if i == j else x.detach() for j, x in enumerate(tensors)]
-        out = m3ops.sparse_attention(*mixed, ids, **inputs.batch)
-        assert torch.equal(torch.autograd.grad(out, tensors[i], dout)[0], wanted)
+    dout = torch.randn(3, *out.shape[1:], device=target.device)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.cat([dout, 2 * dout]))
+    assert_gradients(dq, dk, dv, inputs, ids, 3 * dout)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_only_one_input_requires_grad(target: Target, name: str) -> None:
+    inputs = make_inputs([(40, 3)], device=target.device)
+    ids, dout = random_ids(inputs, 3), torch.randn_like(inputs.q)
+    expected = gradients(inputs, ids, dout)["qkv".index(name)]
+    leaf = getattr(inputs, name).requires_grad_()
+    assert torch.equal(torch.autograd.grad(attend(inputs, ids), leaf, dout)[0], expected)
 
 
 def test_lse_and_ids_carry_no_gradient(target: Target) -> None:
     inputs = make_inputs([(40, 3)], device=target.device)
-    out, lse = m3ops.sparse_attention(
-        *with_grad(inputs), random_ids(inputs, 3), **inputs.batch, return_lse=True
-    )
+    out, lse = attend_lse(with_grad(inputs), random_ids(inputs, 3))
     assert out.requires_grad
     assert not lse.requires_grad
     index_q = inputs.index_q.requires_grad_()

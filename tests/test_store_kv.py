@@ -27,7 +27,9 @@ def tokens(count: int, dtype: torch.dtype, target: Target) -> list[torch.Tensor]
 
 
 def store(new: list[torch.Tensor], slots: list[int], cache: list[torch.Tensor]) -> None:
-    m3ops.store_kv(*new, torch.tensor(slots, dtype=torch.int64, device=new[0].device), *cache)
+    key, value, index_key = new
+    slot_mapping = torch.tensor(slots, dtype=torch.int64, device=key.device)
+    m3ops.store_kv(key, value, index_key, slot_mapping, *cache)
 
 
 def assert_stored(
@@ -109,7 +111,8 @@ def test_nothing_to_store(target: Target, slots: list[int]) -> None:
 def test_sliced_slots(target: Target) -> None:
     base = torch.tensor([0, 5, 0, 130, 0, 7], dtype=torch.int64, device=target.device)
     new, cache = tokens(3, torch.float32, target), caches(torch.float32, target)
-    m3ops.store_kv(*new, base[1::2], *cache)
+    key, value, index_key = new
+    m3ops.store_kv(key, value, index_key, base[1::2], *cache)
     assert_stored(new, [5, 130, 7], cache)
 
 

@@ -101,7 +101,9 @@ def _chunks(
 ) -> Iterator[_Chunk]:
     """Walk the rows in chunks whose gathered keys stay under the bound."""
     heads_kv, topk = block_ids.shape[1:]
-    if q.numel() == 0 or k.numel() == 0 or batch.num_seqs == 0:
+    table = batch.block_table
+    nothing_stored = k.numel() == 0 or (table is not None and table.numel() == 0)
+    if q.numel() == 0 or nothing_stored or batch.num_seqs == 0:
         return
     budget = min(max_scratch_bytes, _CPU_CHUNK_BYTES) if q.is_cpu else max_scratch_bytes
     # Keys, values, logits and their gradients, in float32 or wider.
