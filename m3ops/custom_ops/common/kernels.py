@@ -62,6 +62,20 @@ def find_tile(
 
 
 @triton.jit
+def sequence_tile(
+    cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T: tl.constexpr
+):
+    """What `find_tile` returns if no sequence is longer than a tile: tile `b` is sequence `b`."""
+    b = tl.minimum(tile, num_seqs)
+    start = tl.load(cu_seqlens_q_ptr + b)
+    end = tl.load(cu_seqlens_q_ptr + b + 1, mask=b < num_seqs, other=_LARGEST)
+    seqused = tl.load(seqused_k_ptr + b, mask=b < num_seqs, other=0)
+    row = tl.minimum(tl.maximum(start, row_begin), row_end) + (tile - b) * TILE_T
+    limit = tl.minimum(tl.minimum(tl.maximum(end, row_begin), row_end), row + TILE_T)
+    return b, row, limit, seqused - end
+
+
+@triton.jit
 def block_coordinates(
     block,
     b,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common.kernels import block_coordinates, element_offset, find_tile
+from ..common.kernels import block_coordinates, element_offset, find_tile, sequence_tile
 
 _METADATA = ["cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr", "visible_ptr"]
 _COUNTS = [
@@ -47,6 +47,7 @@ def _index_score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     TMA: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
@@ -63,60 +64,80 @@ def _index_score_kernel(
     # The last tiles of a sequence see most blocks: start with them.
     tile = num_tiles - 1 - tl.program_id(0)
     split = tl.program_id(1)
-    b, row, row_limit, shift = find_tile(
-        cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T, BLOCK_B
-    )
-    if row < row_limit:
-        m = tl.arange(0, BLOCK_M)
-        rows = row + m // HEADS
-        heads = m % HEADS
-        live = (m < TILE_T * HEADS) & (rows < row_limit)
-        # [BLOCK_M]
-        positions = rows + shift
-        visible = tl.where(positions < 0, 0, positions // BLOCK_SIZE + 1)
-        if b == num_seqs:
-            visible = tl.zeros_like(visible)
-        if visible_ptr is not None:
-            if split == 0:
-                tl.store(visible_ptr + rows - row_begin, visible, live)
-        most = tl.minimum(tl.max(tl.where(live, visible, 0)), num_columns)
-        # Blocks before this one hold no key that a row of the tile must not see.
-        whole = tl.minimum(tl.maximum(row + shift + 1, 0) // BLOCK_SIZE, most)
-        share = tl.cdiv(most, tl.num_programs(1))
-        begin = split * share
-        end = tl.minimum(begin + share, most)
-
-        d = tl.arange(0, BLOCK_D)
-        q_offset = rows.to(tl.int64) * stride_q_t + heads * stride_q_h
-        # [BLOCK_M, BLOCK_D]
-        q = tl.load(
-            q_ptr + q_offset[:, None] + d[None, :],
-            mask=live[:, None] & (d < DIM)[None, :],
-            other=0.0,
+    if ONE_TILE:
+        b, row, row_limit, shift = sequence_tile(
+            cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T
         )
-        if UPCAST:
-            q = q.to(tl.float32)
-        s_offset = (rows - row_begin).to(tl.int64) * stride_s_t + heads.to(tl.int64) * stride_s_h
-        for block in range(begin, tl.minimum(end, whole)):
-            outer, token = block_coordinates(
-                block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
-                BLOCK_SIZE,
-            )  # fmt: skip
-            best = _block_max(
-                q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,
-                DIM, BLOCK_N, BLOCK_D, False, KEYS_FIRST, TMA, UPCAST,
-            )  # fmt: skip
-            tl.store(scores_ptr + s_offset + block * stride_s_j, best, live)
-        for block in range(tl.maximum(begin, whole), end):
-            outer, token = block_coordinates(
-                block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
-                BLOCK_SIZE,
-            )  # fmt: skip
-            best = _block_max(
-                q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,
-                DIM, BLOCK_N, BLOCK_D, True, KEYS_FIRST, TMA, UPCAST,
-            )  # fmt: skip
-            tl.store(scores_ptr + s_offset + block * stride_s_j, best, live)
+    else:
+        b, row, row_limit, shift = find_tile(
+            cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T, BLOCK_B
+        )
+    if row >= row_limit:
+        return
+    m = tl.arange(0, BLOCK_M)
+    rows = row + m // HEADS
+    heads = m % HEADS
+    live = (m < TILE_T * HEADS) & (rows < row_limit)
+    # [BLOCK_M]
+    positions = rows + shift
+    visible = tl.where(positions < 0, 0, positions // BLOCK_SIZE + 1)
+    if b == num_seqs:
+        visible = tl.zeros_like(visible)
+    if visible_ptr is not None:
+        if split == 0:
+            tl.store(visible_ptr + rows - row_begin, visible, live)
+    most = tl.minimum(tl.max(tl.where(live, visible, 0)), num_columns)
+    # Blocks before this one hold no key that a row of the tile must not see.
+    whole = tl.minimum(tl.maximum(row + shift + 1, 0) // BLOCK_SIZE, most)
+    # Shares interleave: the first block of one does not depend on how many there are.
+    step = tl.num_programs(1)
+    masked = split + tl.cdiv(tl.maximum(whole - split, 0), step) * step
+
+    d = tl.arange(0, BLOCK_D)
+    q_offset = rows.to(tl.int64) * stride_q_t + heads * stride_q_h
+    # [BLOCK_M, BLOCK_D]
+    q = tl.load(
+        q_ptr + q_offset[:, None] + d[None, :],
+        mask=live[:, None] & (d < DIM)[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        q = q.to(tl.float32)
+    s_offset = (rows - row_begin).to(tl.int64) * stride_s_t + heads.to(tl.int64) * stride_s_h
+    # With one block a share, its page is looked up while the lengths are still on their way.
+    if KEYS_FIRST:
+        outer, token = block_coordinates(
+            split, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
+            BLOCK_SIZE, split < num_columns,
+        )  # fmt: skip
+        if most <= step:
+            if split < most:
+                best = _block_max(
+                    q, k, outer, token, split, positions, stride_k_outer, stride_k_token,
+                    BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D, True, KEYS_FIRST, TMA, UPCAST,
+                )  # fmt: skip
+                tl.store(scores_ptr + s_offset + split * stride_s_j, best, live)
+            return
+    for block in range(split, whole, step):
+        outer, token = block_coordinates(
+            block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
+            BLOCK_SIZE,
+        )  # fmt: skip
+        best = _block_max(
+            q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,
+            DIM, BLOCK_N, BLOCK_D, False, KEYS_FIRST, TMA, UPCAST,
+        )  # fmt: skip
+        tl.store(scores_ptr + s_offset + block * stride_s_j, best, live)
+    for block in range(masked, most, step):
+        outer, token = block_coordinates(
+            block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
+            BLOCK_SIZE,
+        )  # fmt: skip
+        best = _block_max(
+            q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,
+            DIM, BLOCK_N, BLOCK_D, True, KEYS_FIRST, TMA, UPCAST,
+        )  # fmt: skip
+        tl.store(scores_ptr + s_offset + block * stride_s_j, best, live)
 
 
 @triton.jit

@@ -92,7 +92,10 @@ def _launch(
     block_d = next_power_of_2(dim)
     config = _config(decode, index_q.dtype, heads, batch.block_size, block_d)
     tile_t = config.block_m // heads
-    num_tiles = (end - begin) // tile_t + batch.num_seqs + 1
+    one_tile = decode and batch.max_seqlen_q <= tile_t
+    num_tiles = batch.num_seqs
+    if visible is not None or not one_tile:
+        num_tiles += (end - begin) // tile_t + 1
     stride_outer, stride_token = key_strides(batch, index_k)
     columns = scores.shape[2]
     if num_splits == 0:
@@ -126,6 +129,7 @@ def _launch(
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
         KEYS_FIRST=config.block_m < 64,
+        ONE_TILE=one_tile,
         TMA=keys is not None,
         UPCAST=interpreting() and index_q.dtype == torch.bfloat16,
         num_warps=config.num_warps,

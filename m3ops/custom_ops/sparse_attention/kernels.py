@@ -7,7 +7,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..common.kernels import block_coordinates, element_offset, find_row
 
 _METADATA = ["cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr"]
-_COUNTS = ["stride_table_b", "num_seqs", "num_pages", "row_begin", "row_end", "stride_o_s", "stride_l_s"]
+_COUNTS = [
+    "stride_table_b",
+    "num_seqs",
+    "num_pages",
+    "row_begin",
+    "row_end",
+    "stride_o_s",
+    "stride_l_s",
+]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import triton
 from torch import Tensor
 
-from ..common.launch import launch, next_power_of_2
-from .kernels import _topk_select_kernel, _topk_select_wide_kernel
+from ..common.launch import launch, next_power_of_2, num_multiprocessors
+from .kernels import (
+    _topk_select_columns_kernel,
+    _topk_select_rows_kernel,
+    _topk_select_wide_kernel,
+)
 
 MAX_REGISTER_COLUMNS = 32768
-"""Widest row that is kept in registers."""
+"""Widest row that a program keeps in registers."""
+
+MAX_SORTED = 64
+"""Most ids of a row that one thread keeps sorted in registers."""
+
+NARROW_COLUMNS = 1024
+"""Rows that see no more blocks than this are searched as narrow ones, however wide the buffer."""
 
 
 def launch_topk_select(
@@ -19,37 +33,60 @@ def launch_topk_select(
     local_blocks: int,
     out: Tensor,
 ) -> None:
-    """One program per row and head."""
+    """A thread per row if there are many, else a program per row."""
     rows, heads, columns = scores.shape
-    block_j = next_power_of_2(columns)
-    kernel = _topk_select_kernel
-    if block_j > MAX_REGISTER_COLUMNS:
-        kernel, block_j = _topk_select_wide_kernel, 8192
-    launch(
-        kernel,
-        (rows * heads,),
-        scores.device,
-        scores_ptr=scores,
-        visible_ptr=num_valid_blocks,
-        ids_ptr=out,
-        stride_s_t=scores.stride(0),
-        stride_s_h=scores.stride(1),
-        stride_s_j=scores.stride(2),
-        stride_v_t=num_valid_blocks.stride(0),
-        stride_i_t=out.stride(0),
-        stride_i_h=out.stride(1),
-        stride_i_k=out.stride(2),
-        num_columns=columns,
-        HEADS=heads,
-        TOPK=topk,
-        INIT=init_blocks,
-        LOCAL=local_blocks,
-        BLOCK_J=block_j,
-        BLOCK_K=next_power_of_2(topk),
-        num_warps=_num_warps(block_j),
+    arguments: dict[str, Any] = {
+        "scores_ptr": scores,
+        "visible_ptr": num_valid_blocks,
+        "ids_ptr": out,
+        "stride_s_t": scores.stride(0),
+        "stride_s_h": scores.stride(1),
+        "stride_s_j": scores.stride(2),
+        "stride_v_t": num_valid_blocks.stride(0),
+        "stride_i_t": out.stride(0),
+        "stride_i_h": out.stride(1),
+        "stride_i_k": out.stride(2),
+        "num_rows": rows * heads,
+        "num_columns": columns,
+        "HEADS": heads,
+        "TOPK": topk,
+        "INIT": init_blocks,
+        "LOCAL": local_blocks,
+        "BLOCK_K": next_power_of_2(topk),
+    }
+    if topk <= MAX_SORTED and many_rows(rows, heads, scores.device):
+        grid: tuple[int, ...] = (triton.cdiv(rows * heads, 64),)
+        kernel, arguments["BLOCK_R"], arguments["UNROLL"] = _topk_select_columns_kernel, 64, 8
+        arguments["num_warps"] = 2
+    elif columns > MAX_REGISTER_COLUMNS:
+        grid = (rows * heads,)
+        kernel, arguments["BLOCK_J"], arguments["num_warps"] = _topk_select_wide_kernel, 8192, 16
+    else:
+        grid = (rows * heads,)
+        kernel, block_j = _topk_select_rows_kernel, next_power_of_2(columns, 32)
+        arguments["BLOCK_J"] = block_j
+        arguments["NARROW_J"] = min(block_j, NARROW_COLUMNS)
+        arguments["ALIGNED"] = _rows_aligned(scores)
+        arguments["num_warps"] = _num_warps(block_j)
+    launch(kernel, grid, scores.device, **arguments)
+
+
+def many_rows(rows: int, heads: int, device: torch.device) -> bool:
+    """Whether a thread per row fills the device."""
+    return rows * heads >= 64 * num_multiprocessors(device)
+
+
+def _rows_aligned(scores: Tensor) -> bool:
+    return (
+        scores.stride(2) == 1
+        and scores.stride(0) % 4 == 0
+        and scores.stride(1) % 4 == 0
+        and scores.data_ptr() % 16 == 0
     )
 
 
 def _num_warps(block_j: int) -> int:
-    """Eight scores a thread while one warp can hold a row, then at most 32 a thread."""
-    return max(1, min(32, block_j // 512))
+    """One warp while it can hold a row: a search across warps waits at a barrier each step."""
+    if block_j <= 512:
+        return 1
+    return 8 if block_j <= 8192 else 32
