@@ -14,7 +14,8 @@ SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 DENSE_INSTRUCTION = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}
 KERNELS = {
     "_index_score_kernel",
-    "_topk_select_kernel",
+    "_topk_select_rows_kernel",
+    "_topk_select_columns_kernel",
     "_topk_select_wide_kernel",
     "_sparse_attention_kernel",
     "_sparse_attention_merge_kernel",
