@@ -15,8 +15,8 @@ class Workspace(nn.Module):
     """One score buffer and one id buffer for decode and prefill rows of every layer.
 
     Each layer overwrites what the one before left. The buffers are in no state dict and keep their
-    dtypes when the module is cast: ``scores`` float32 ``[max_tokens, Hi, NB]`` and ``block_ids``
-    int32 ``[max_tokens, Hi, K]``.
+    dtypes when the module is cast: ``scores`` float32 ``[max_tokens + 1, Hi, NB]`` and
+    ``block_ids`` int32 ``[max_tokens + 1, Hi, K]``.
 
     Args:
         config: sizes.
@@ -42,9 +42,13 @@ class Workspace(nn.Module):
         super().__init__()
         check_at_least("max_tokens", max_tokens, 0)
         check_at_least("max_seqlen_k", max_seqlen_k, 0)
-        heads, columns = config.index_n_heads, num_blocks(max_seqlen_k, config.index_block_size)
-        scores = torch.empty((max_tokens, heads, columns), dtype=torch.float32, device=device)
-        shape = (max_tokens, heads, config.index_topk_blocks)
+        heads = config.index_n_heads
+        # Rows start at multiples of 16 bytes.
+        columns = 4 * num_blocks(num_blocks(max_seqlen_k, config.index_block_size), 4)
+        # One to spare: torch.compile makes another graph for a slice that is the whole buffer.
+        rows = max_tokens + 1
+        scores = torch.empty((rows, heads, columns), dtype=torch.float32, device=device)
+        shape = (rows, heads, config.index_topk_blocks)
         block_ids = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.register_buffer("scores", scores, persistent=False)
         self.register_buffer("block_ids", block_ids, persistent=False)
@@ -62,7 +66,7 @@ class Workspace(nn.Module):
         Raises:
             ValueError: there are not that many.
         """
-        max_tokens = self.scores.shape[0]
+        max_tokens = self.scores.shape[0] - 1
         if num_tokens > max_tokens:
             raise ValueError(
                 f"`workspace` must have at least T = {num_tokens} rows, got {max_tokens}"
@@ -71,4 +75,4 @@ class Workspace(nn.Module):
 
     def extra_repr(self) -> str:
         rows, heads, columns = self.scores.shape
-        return f"rows={rows}, heads={heads}, columns={columns}, topk={self.block_ids.shape[2]}"
+        return f"max_tokens={rows - 1}, heads={heads}, columns={columns}"
