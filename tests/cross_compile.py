@@ -75,7 +75,7 @@ def launches(dtype: torch.dtype, paged: bool) -> Iterator[tuple[str, Callable[[]
     heads_q, heads_kv, dim, block, topk, pages = 64, 4, 128, 128, 16, 64
     for what, tokens, seqs, longest, splits in (
         ("decode", 4, 4, 1, 8),
-        ("prefill", 4096, 1, 4096, 1),
+        ("prefill", 4096, 1, 4096, 0),
     ):
         batch = Batch(
             torch.zeros(seqs + 1, dtype=torch.int32),
@@ -169,7 +169,7 @@ def main(arch: str, dtype: str, layout: str) -> None:
 
     common.run = record
     hopper = target.backend == "cuda" and target.arch >= 90
-    for module in (common, index_score):
+    for module in (common, index_score, sparse_attention):
         module.supports_hopper = lambda device: hopper  # type: ignore[attr-defined]
     done = set()
     for what, call in launches(getattr(torch, dtype), layout == "paged"):

@@ -19,6 +19,8 @@ KERNELS = {
     "_topk_select_wide_kernel",
     "_sparse_attention_kernel",
     "_sparse_attention_merge_kernel",
+    "_sparse_attention_union_kernel",
+    "_sparse_attention_tile_kernel",
     "_store_kv_kernel",
 }
 

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ...batch import PACKED, PAGED, Batch
 
+MAX_DECODE_QUERIES = 16
+"""Batches with at most this many query tokens per sequence are taken as decode rows."""
+
 BLOCK_B = 32
 """Sequences that one step of the search for a row's sequence looks at."""
 
@@ -86,6 +89,30 @@ def supports_hopper(device: torch.device) -> bool:
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def decode_rows(batch: Batch, rows: int) -> int:
+    """How many leading rows are decode rows: all in a batch of short queries, else the named."""
+    if batch.max_seqlen_q <= MAX_DECODE_QUERIES:
+        return rows
+    return min(batch.num_decode_tokens, rows)
+
+
+def num_tiles(rows: int, tile_t: int, batch: Batch) -> int:
+    """Tiles that `find_tile` may cut `rows` rows of the batch into."""
+    return rows // tile_t + batch.num_seqs + 1
+
+
+def fetchable(tensor: Tensor) -> bool:
+    """Whether the copy engine can fetch tiles of `tensor`: aligned rows, and not empty."""
+    return (
+        tensor.numel() > 0
+        and tensor.data_ptr() % 16 == 0
+        and all(
+            stride > 0 and stride * tensor.element_size() % 16 == 0
+            for stride in tensor.stride()[:-1]
+        )
+    )
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:

@@ -13,17 +13,17 @@ from ...backends import interpreting
 from ...batch import Batch
 from ..common.launch import (
     check_sizes,
+    decode_rows,
+    fetchable,
     key_strides,
     launch,
     layout_args,
     next_power_of_2,
     num_multiprocessors,
+    num_tiles,
     supports_hopper,
 )
 from .kernels import _index_score_kernel
-
-MAX_DECODE_QUERIES = 16
-"""Batches with at most this many query tokens per sequence are scored as decode rows."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ def launch_index_score_rows(
 
     With `visible`, int32 ``[end - begin]``, each row's number of visible blocks goes there.
     """
-    decode_end = end if batch.max_seqlen_q <= MAX_DECODE_QUERIES else batch.num_decode_tokens
-    decode_end = min(max(decode_end, begin), end)
+    decode_end = min(max(decode_rows(batch, end), begin), end)
     for decode, first, last in ((True, begin, decode_end), (False, decode_end, end)):
         if first < last:
             part = scores[first - begin :]
@@ -93,19 +92,19 @@ def _launch(
     config = _config(decode, index_q.dtype, heads, batch.block_size, block_d)
     tile_t = config.block_m // heads
     one_tile = decode and batch.max_seqlen_q <= tile_t
-    num_tiles = batch.num_seqs
-    if visible is not None or not one_tile:
-        num_tiles += (end - begin) // tile_t + 1
+    # Where only scores are written, a sequence a tile leaves out nothing but padding.
+    scores_only = one_tile and visible is None
+    tiles = batch.num_seqs if scores_only else num_tiles(end - begin, tile_t, batch)
     stride_outer, stride_token = key_strides(batch, index_k)
     columns = scores.shape[2]
     if num_splits == 0:
-        tiles = triton.cdiv(end - begin, tile_t)
+        busy = triton.cdiv(end - begin, tile_t)
         slots = config.programs_per_multiprocessor * num_multiprocessors(index_q.device)
-        num_splits = max(1, slots // tiles)
+        num_splits = max(1, slots // busy)
     keys = _descriptor(index_k, batch, config.block_n, block_d)
     launch(
         _index_score_kernel,
-        (num_tiles, min(num_splits, max(1, columns))),
+        (tiles, min(num_splits, max(1, columns))),
         index_q.device,
         q_ptr=index_q,
         k=index_k if keys is None else keys,
@@ -120,7 +119,7 @@ def _launch(
         stride_s_j=scores.stride(2),
         row_begin=begin,
         row_end=end,
-        num_tiles=num_tiles,
+        num_tiles=tiles,
         num_columns=columns,
         HEADS=heads,
         DIM=dim,
@@ -143,12 +142,6 @@ def _descriptor(
 ) -> TensorDescriptor | None:
     """Keys as ``[pages or sequences, tokens, Di]`` for the copy engine, where it can fetch them."""
     keys = index_k if index_k.ndim == 3 else index_k[None]
-    strides = (keys.stride(0), keys.stride(1))
-    if (
-        not supports_hopper(index_k.device)
-        or 0 in keys.shape
-        or index_k.data_ptr() % 16
-        or any(stride * index_k.element_size() % 16 or stride == 0 for stride in strides)
-    ):
+    if not supports_hopper(index_k.device) or not fetchable(keys):
         return None
-    return TensorDescriptor(keys, list(keys.shape), [*strides, 1], [1, block_n, block_d])
+    return TensorDescriptor(keys, list(keys.shape), [*keys.stride()[:2], 1], [1, block_n, block_d])

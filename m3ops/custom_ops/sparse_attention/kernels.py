@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common.kernels import block_coordinates, element_offset, find_row
+from ..common.kernels import block_coordinates, element_offset, find_row, find_tile
 
 _METADATA = ["cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr"]
 _COUNTS = [
@@ -19,6 +19,8 @@ _COUNTS = [
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
+# Sorts after every block, and keeps its sign when shifted by a tile of tokens.
+_NO_BLOCK = tl.constexpr(2**22)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_METADATA)
@@ -212,3 +214,257 @@ def _sparse_attention_merge_kernel(
     tl.store(o_ptrs, out.to(out_ptr.dtype.element_ty), d < DIM)
     lse = tl.where(total > 0, top + tl.log(divisor), float("-inf"))
     tl.store(lse_ptr + row * stride_l_t + head * stride_l_h, lse)
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_METADATA)
+def _sparse_attention_union_kernel(
+    ids_ptr,
+    tiles_ptr,
+    lists_ptr,
+    counts_ptr,
+    cu_seqlens_q_ptr,
+    seqused_k_ptr,
+    stride_i_t,
+    stride_i_h,
+    stride_i_k,
+    num_seqs,
+    row_begin,
+    row_end,
+    HEADS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The union of the blocks that the tokens of one tile selected, for one KV head.
+
+    Writes ``tiles[tile] = (sequence, first row, end row, position shift)``, and per head ascending
+    entries ``block << TILE_T | tokens that selected it`` and their counts: those wholly visible to
+    every token of the tile, and all. Ids are ranked by comparing all pairs, which needs no sort.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    b, row, row_limit, shift = find_tile(
+        cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T, BLOCK_B
+    )
+    if head == 0:
+        tl.store(tiles_ptr + tile * 4, b)
+        tl.store(tiles_ptr + tile * 4 + 1, row)
+        tl.store(tiles_ptr + tile * 4 + 2, row_limit)
+        tl.store(tiles_ptr + tile * 4 + 3, shift)
+    e = tl.arange(0, BLOCK_E)
+    tokens = e // TOPK
+    rows = row + tokens
+    inside = (tokens < TILE_T) & (rows < row_limit)
+    i_ptrs = ids_ptr + rows.to(tl.int64) * stride_i_t + head * stride_i_h + e % TOPK * stride_i_k
+    ids = tl.load(i_ptrs, inside, -1)
+    positions = rows + shift
+    live = (ids >= 0) & (positions >= 0) & (ids <= positions // BLOCK_SIZE)
+    live = live & (tl.zeros_like(e) + b < num_seqs)
+    ids = tl.where(live, ids, _NO_BLOCK)
+    # [BLOCK_E, BLOCK_E]
+    same = ids[:, None] == ids[None, :]
+    repeated = tl.sum((same & (e[None, :] < e[:, None])).to(tl.int32), 1) > 0
+    first = live & (repeated == 0)
+    members = tl.sum(tl.where(same, (1 << tokens)[None, :], 0), 1)
+    unique_ids = tl.where(first, ids, _NO_BLOCK)
+    rank = tl.sum((unique_ids[None, :] < ids[:, None]).to(tl.int32), 1)
+    program = (tile * HEADS + head).to(tl.int64)
+    l_ptr = lists_ptr + program * TILE_T * TOPK
+    tl.store(l_ptr + rank, (ids << TILE_T) | members, first)
+    whole = tl.maximum(row + shift + 1, 0) // BLOCK_SIZE
+    tl.store(counts_ptr + program * 2, tl.sum((unique_ids < whole).to(tl.int32)))
+    tl.store(counts_ptr + program * 2 + 1, tl.sum(first.to(tl.int32)))
+
+
+@triton.jit(
+    do_not_specialize=["stride_table_b", "num_tiles", "num_seqs", "num_pages"],
+    do_not_specialize_on_alignment=_METADATA,
+)
+def _sparse_attention_tile_kernel(
+    q_ptr,
+    k,
+    v,
+    out_ptr,
+    lse_ptr,
+    tiles_ptr,
+    lists_ptr,
+    counts_ptr,
+    block_table_ptr,
+    first_key_ptr,
+    softmax_scale,
+    stride_q_t,
+    stride_q_h,
+    stride_k_outer,
+    stride_k_token,
+    stride_k_h,
+    stride_v_outer,
+    stride_v_token,
+    stride_v_h,
+    stride_o_t,
+    stride_o_h,
+    stride_l_t,
+    stride_l_h,
+    stride_table_b,
+    num_tiles,
+    num_seqs,
+    num_pages,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    TILE_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The heads of one group of a tile of neighbouring tokens against the union of their blocks.
+
+    Rows of tokens that did not select a block pass it unchanged, so a row's result does not depend
+    on its neighbours' blocks. `softmax_scale` must be positive. Limit: the matrix units and L2.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # The last tiles of a sequence have most blocks: start with them.
+    tile = num_tiles - 1 - tl.program_id(0) // HEADS
+    head_kv = tl.program_id(0) % HEADS
+    b = tl.load(tiles_ptr + tile * 4)
+    row = tl.load(tiles_ptr + tile * 4 + 1)
+    row_limit = tl.load(tiles_ptr + tile * 4 + 2)
+    shift = tl.load(tiles_ptr + tile * 4 + 3)
+    if row >= row_limit:
+        return
+    program = (tile * HEADS + head_kv).to(tl.int64)
+    whole = tl.load(counts_ptr + program * 2)
+    count = tl.load(counts_ptr + program * 2 + 1)
+    l_ptr = lists_ptr + program * TILE_T * TOPK
+
+    BLOCK_M: tl.constexpr = TILE_T * BLOCK_G
+    m = tl.arange(0, BLOCK_M)
+    tokens = m // BLOCK_G
+    rows = row + tokens
+    heads = head_kv * GROUP + m % BLOCK_G
+    live = (rows < row_limit) & (m % BLOCK_G < GROUP)
+    positions = rows + shift
+    last = tl.max(tl.where(live, positions, -1))
+    d = tl.arange(0, BLOCK_D)
+    q_ptrs = q_ptr + rows.to(tl.int64) * stride_q_t + heads * stride_q_h
+    q_mask = live[:, None] & (d < DIM)[None, :]
+    # [BLOCK_M, BLOCK_D]
+    q = tl.load(q_ptrs[:, None] + d[None, :], q_mask, 0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    scale = tl.cast(softmax_scale, tl.float32) * _LOG2_E
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    PARTS: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    for step in range(0, whole * PARTS):
+        entry = tl.load(l_ptr + step // PARTS)
+        first = step % PARTS * BLOCK_N
+        outer, token = block_coordinates(
+            entry >> TILE_T, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
+            BLOCK_SIZE,
+        )  # fmt: skip
+        keys = _load_tile(
+            k, outer, head_kv, token + first, False, 0, stride_k_outer, stride_k_token,
+            stride_k_h, DIM, BLOCK_N, BLOCK_D, TMA, UPCAST,
+        )  # fmt: skip
+        values = _load_tile(
+            v, outer, head_kv, token + first, False, 0, stride_v_outer, stride_v_token,
+            stride_v_h, DIM, BLOCK_N, BLOCK_D, TMA, UPCAST,
+        )  # fmt: skip
+        member = (entry >> tokens) & 1 > 0
+        # [BLOCK_M, BLOCK_N]
+        dots = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        new_top = tl.where(member, tl.maximum(top, tl.max(dots, 1) * scale), top)
+        weights = tl.exp2(dots * scale - tl.where(member, new_top, float("inf"))[:, None])
+        decay = tl.where(member, tl.exp2(top - new_top), 1.0)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        top = new_top
+    for step in range(whole * PARTS, count * PARTS):
+        entry = tl.load(l_ptr + step // PARTS)
+        first = step % PARTS * BLOCK_N
+        block = entry >> TILE_T
+        outer, token = block_coordinates(
+            block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED, BLOCK_SIZE,
+        )  # fmt: skip
+        # Keys past the last position of the tile may be anything, and must not reach a product.
+        num_keys = last + 1 - block * BLOCK_SIZE - first
+        keys = _load_tile(
+            k, outer, head_kv, token + first, True, num_keys, stride_k_outer, stride_k_token,
+            stride_k_h, DIM, BLOCK_N, BLOCK_D, TMA, UPCAST,
+        )  # fmt: skip
+        values = _load_tile(
+            v, outer, head_kv, token + first, True, num_keys, stride_v_outer, stride_v_token,
+            stride_v_h, DIM, BLOCK_N, BLOCK_D, TMA, UPCAST,
+        )  # fmt: skip
+        member = (entry >> tokens) & 1 > 0
+        seen = tl.where(member, positions - block * BLOCK_SIZE - first, -1)
+        n = tl.arange(0, BLOCK_N)
+        dots = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        dots = tl.where(n[None, :] <= seen[:, None], dots, float("-inf"))
+        new_top = tl.maximum(top, tl.max(dots, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(dots - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        top = new_top
+
+    divisor = tl.where(total > 0, total, 1.0)
+    out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
+    o_ptrs = out_ptr + rows.to(tl.int64) * stride_o_t + heads * stride_o_h
+    tl.store(o_ptrs[:, None] + d[None, :], out, q_mask)
+    lse = tl.where(total > 0, (top + tl.log2(divisor)) * _LN_2, float("-inf"))
+    tl.store(lse_ptr + rows.to(tl.int64) * stride_l_t + heads * stride_l_h, lse, live)
+
+
+@triton.jit
+def _load_tile(
+    tensor,
+    outer,
+    head,
+    token,
+    MASKED: tl.constexpr,
+    num_keys,
+    stride_outer,
+    stride_token,
+    stride_h,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``[BLOCK_N, BLOCK_D]`` keys or values from one token on; if masked, 0 from `num_keys` on."""
+    n = tl.arange(0, BLOCK_N)
+    if TMA:
+        tile = tensor.load([outer, head, token, 0]).reshape([BLOCK_N, BLOCK_D])
+        if MASKED:
+            tile = tl.where((n < num_keys)[:, None], tile, tl.zeros_like(tile))
+    else:
+        d = tl.arange(0, BLOCK_D)
+        offset = element_offset(outer, token, stride_outer, stride_token) + head * stride_h
+        pointers = tensor + offset + n[:, None] * stride_token + d[None, :]
+        mask = (d < DIM)[None, :]
+        if MASKED:
+            mask = mask & (n < num_keys)[:, None]
+        tile = tl.load(pointers, mask, 0.0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile

@@ -3,31 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...backends import interpreting
-from ...batch import Batch
+from ...batch import PACKED, PAGED, Batch
 from ..common.launch import (
     check_sizes,
+    decode_rows,
+    fetchable,
     head_stride,
     key_strides,
     launch,
     layout_args,
     next_power_of_2,
     num_multiprocessors,
+    num_tiles,
+    supports_hopper,
 )
-from .kernels import _sparse_attention_kernel, _sparse_attention_merge_kernel
+from .kernels import (
+    _sparse_attention_kernel,
+    _sparse_attention_merge_kernel,
+    _sparse_attention_tile_kernel,
+    _sparse_attention_union_kernel,
+)
 from .reference import sparse_attention_backward_reference as launch_sparse_attention_backward
 
 __all__ = ["launch_sparse_attention", "launch_sparse_attention_backward"]
 
+UNION_WARPS = 4
+MAX_UNION_BLOCKS = 2**22
+"""Block ids from here on do not fit into an entry of a union."""
+
+
+class _Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    block_ids: Tensor
+    batch: Batch
+    softmax_scale: float
+
+    @property
+    def heads_kv(self) -> int:
+        return self.block_ids.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.heads_kv
+
 
 @dataclass(frozen=True)
-class Config:
-    """Heads and keys per product, and how the program runs."""
+class RowConfig:
+    """Heads and keys of a product of the row kernel, and how the program runs."""
 
     block_g: int
     block_n: int
@@ -35,13 +67,39 @@ class Config:
     num_stages: int
 
 
-def _config(dtype: torch.dtype, group: int, block_size: int, block_d: int) -> Config:
+@dataclass(frozen=True)
+class TileConfig:
+    """Tokens of a tile and keys of a product of the tile kernel, and how the program runs."""
+
+    tile_t: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _row_config(
+    dtype: torch.dtype, group: int, block_size: int, block_d: int, alone: bool
+) -> RowConfig:
+    """`alone`: programs have a multiprocessor, and so its shared memory, to themselves."""
     block_g = min(64, next_power_of_2(group))
     if dtype == torch.float32:
-        return Config(min(16, block_g), min(block_size, 32), 4, 1)
+        return RowConfig(min(16, block_g), min(block_size, 32), 4, 1)
     if block_d > 128:
-        return Config(block_g, min(block_size, 64), 4, 2)
-    return Config(block_g, min(block_size, 64), 4, 3)
+        return RowConfig(block_g, min(block_size, 64), 4, 2)
+    return RowConfig(block_g, min(block_size, 128), 4, 3 if alone else 2)
+
+
+def _tile_config(
+    dtype: torch.dtype, group: int, block_size: int, block_d: int
+) -> TileConfig | None:
+    """None where a tile would hold a single token."""
+    block_g = next_power_of_2(group, 1)
+    tile_t = min(16, (32 if dtype == torch.float32 else 64) // block_g)
+    if tile_t < 2:
+        return None
+    if dtype == torch.float32:
+        return TileConfig(tile_t, min(block_size, 32), 4, 1)
+    return TileConfig(tile_t, min(block_size, 64), 4, 3 if block_d <= 128 else 2)
 
 
 def launch_sparse_attention(
@@ -56,69 +114,102 @@ def launch_sparse_attention(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Attend in one pass, or in splits that a second kernel joins."""
-    rows, heads_q, dim = q.shape
-    check_sizes("sparse_attention", q.dtype, batch.block_size, **{"head dim": dim})
-    topk = block_ids.shape[2]
+    """Decode rows one by one in splits, others in tiles of neighbours that share their blocks.
+
+    A fixed number of splits asks for bits that do not depend on the batch: all rows go one by one.
+    """
+    check_sizes("sparse_attention", q.dtype, batch.block_size, **{"head dim": q.shape[2]})
+    inputs = _Inputs(q, k, v, block_ids, batch, softmax_scale)
+    rows = q.shape[0]
+    config = _tile_config(q.dtype, inputs.group, batch.block_size, next_power_of_2(q.shape[2]))
+    few = decode_rows(batch, rows)
+    if (
+        config is None
+        or num_splits > 0
+        or softmax_scale <= 0
+        or batch.num_block_columns >= MAX_UNION_BLOCKS
+    ):
+        few = rows
+    if few > 0:
+        _attend_rows(inputs, num_splits, max_scratch_bytes, few, out, lse)
+    if few < rows:
+        assert config is not None
+        _attend_tiles(inputs, config, max_scratch_bytes, few, out, lse)
+
+
+def _attend_rows(
+    inputs: _Inputs, num_splits: int, max_scratch_bytes: int, rows: int, out: Tensor, lse: Tensor
+) -> None:
+    """The first `rows` rows, in one pass or in splits that a second kernel joins."""
+    q, topk = inputs.q, inputs.block_ids.shape[2]
+    heads_q, dim = q.shape[1:]
     if num_splits == 0:
-        num_splits = _choose_splits(rows * k.shape[1 if k.ndim == 4 else -2], topk, q.device)
+        num_splits = _choose_splits(rows * inputs.heads_kv, topk, q.device)
     num_splits = min(num_splits, topk)
     if num_splits == 1:
-        _attend(q, k, v, block_ids, batch, softmax_scale, 1, 0, rows, out[None], lse[None])
+        _launch_rows(inputs, 1, 0, rows, out[None, :rows], lse[None, :rows])
         return
     chunk = min(rows, max(1, max_scratch_bytes // (4 * num_splits * heads_q * (dim + 1))))
     partial_out = q.new_empty((num_splits, chunk, heads_q, dim), dtype=torch.float32)
     partial_lse = q.new_empty((num_splits, chunk, heads_q), dtype=torch.float32)
-    for begin in range(0, rows, max(1, chunk)):
+    for begin in range(0, rows, chunk):
         end = min(begin + chunk, rows)
         parts = partial_out[:, : end - begin], partial_lse[:, : end - begin]
-        _attend(q, k, v, block_ids, batch, softmax_scale, num_splits, begin, end, *parts)
-        _merge(*parts, out[begin:end], lse[begin:end])
+        _launch_rows(inputs, num_splits, begin, end, *parts)
+        _launch_merge(*parts, out[begin:end], lse[begin:end])
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_ids: Tensor,
-    batch: Batch,
-    softmax_scale: float,
-    num_splits: int,
+def _attend_tiles(
+    inputs: _Inputs,
+    config: TileConfig,
+    max_scratch_bytes: int,
     begin: int,
-    end: int,
     out: Tensor,
     lse: Tensor,
 ) -> None:
+    """The rows from `begin` on: first list what each tile selected, then walk the lists."""
+    q, topk, heads_kv = inputs.q, inputs.block_ids.shape[2], inputs.heads_kv
+    rows, tile_t = q.shape[0], config.tile_t
+    tile_bytes = 4 * (heads_kv * (tile_t * topk + 2) + 4)
+    chunk = max(1, max_scratch_bytes // tile_bytes) * tile_t
+    tiles = num_tiles(min(chunk, rows - begin), tile_t, inputs.batch)
+    tile_rows = q.new_empty((tiles, 4), dtype=torch.int32)
+    lists = q.new_empty((tiles, heads_kv, tile_t * topk), dtype=torch.int32)
+    counts = q.new_empty((tiles, heads_kv, 2), dtype=torch.int32)
+    for first in range(begin, rows, chunk):
+        last = min(first + chunk, rows)
+        tiles = num_tiles(last - first, tile_t, inputs.batch)
+        _launch_union(inputs, config, first, last, tiles, tile_rows, lists, counts)
+        _launch_tiles(inputs, config, tiles, tile_rows, lists, counts, out, lse)
+
+
+def _choose_splits(programs: int, topk: int, device: torch.device) -> int:
+    """A program per multiprocessor, as near as that goes, and no more splits than block ids."""
+    return max(1, min(topk, num_multiprocessors(device) // programs))
+
+
+def _launch_rows(
+    inputs: _Inputs, num_splits: int, begin: int, end: int, out: Tensor, lse: Tensor
+) -> None:
     """Rows ``begin .. end`` into `out` ``[S, rows, Hq, D]`` and `lse` ``[S, rows, Hq]``."""
-    heads_q, dim = q.shape[1:]
-    heads_kv, topk = block_ids.shape[1:]
-    block_d = next_power_of_2(dim)
-    group = heads_q // heads_kv
-    config = _config(q.dtype, group, batch.block_size, block_d)
-    stride_k_outer, stride_k_token = key_strides(batch, k)
-    stride_v_outer, stride_v_token = key_strides(batch, v)
+    q, batch, group = inputs.q, inputs.batch, inputs.group
+    block_d = next_power_of_2(q.shape[2])
+    programs = (end - begin) * inputs.heads_kv * num_splits
+    several = num_splits < inputs.block_ids.shape[2]
+    alone = several and programs <= num_multiprocessors(q.device)
+    config = _row_config(q.dtype, group, batch.block_size, block_d, alone)
     launch(
         _sparse_attention_kernel,
-        (end - begin, heads_kv * triton.cdiv(group, config.block_g), num_splits),
+        (end - begin, inputs.heads_kv * triton.cdiv(group, config.block_g), num_splits),
         q.device,
         q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        ids_ptr=block_ids,
+        k_ptr=inputs.k,
+        v_ptr=inputs.v,
         out_ptr=out,
         lse_ptr=lse,
-        softmax_scale=softmax_scale,
+        softmax_scale=inputs.softmax_scale,
         stride_q_t=q.stride(0),
         stride_q_h=q.stride(1),
-        stride_k_outer=stride_k_outer,
-        stride_k_token=stride_k_token,
-        stride_k_h=head_stride(batch, k),
-        stride_v_outer=stride_v_outer,
-        stride_v_token=stride_v_token,
-        stride_v_h=head_stride(batch, v),
-        stride_i_t=block_ids.stride(0),
-        stride_i_h=block_ids.stride(1),
-        stride_i_k=block_ids.stride(2),
         stride_o_s=out.stride(0),
         stride_o_t=out.stride(1),
         stride_o_h=out.stride(2),
@@ -128,21 +219,22 @@ def _attend(
         row_begin=begin,
         row_end=end,
         GROUP=group,
-        DIM=dim,
-        TOPK=topk,
+        DIM=q.shape[2],
         NUM_SPLITS=num_splits,
         BLOCK_G=config.block_g,
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
-        BLOCK_K=next_power_of_2(topk),
+        BLOCK_K=next_power_of_2(inputs.block_ids.shape[2]),
         UPCAST=interpreting() and q.dtype == torch.bfloat16,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **layout_args(batch, k),
+        **_id_args(inputs.block_ids),
+        **_stride_args(inputs),
+        **layout_args(batch, inputs.k),
     )
 
 
-def _merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+def _launch_merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     num_splits, rows, heads, dim = partial_out.shape
     launch(
         _sparse_attention_merge_kernel,
@@ -170,6 +262,127 @@ def _merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -
     )
 
 
-def _choose_splits(programs: int, topk: int, device: torch.device) -> int:
-    """Enough programs to fill the device twice over, and no more splits than block ids."""
-    return max(1, min(topk, triton.cdiv(2 * num_multiprocessors(device), max(1, programs))))
+def _launch_union(
+    inputs: _Inputs,
+    config: TileConfig,
+    begin: int,
+    end: int,
+    tiles: int,
+    tile_rows: Tensor,
+    lists: Tensor,
+    counts: Tensor,
+) -> None:
+    layout = layout_args(inputs.batch, inputs.k)
+    shared = ("cu_seqlens_q_ptr", "seqused_k_ptr", "num_seqs", "BLOCK_SIZE", "BLOCK_B")
+    launch(
+        _sparse_attention_union_kernel,
+        (tiles, inputs.heads_kv),
+        inputs.q.device,
+        tiles_ptr=tile_rows,
+        lists_ptr=lists,
+        counts_ptr=counts,
+        row_begin=begin,
+        row_end=end,
+        HEADS=inputs.heads_kv,
+        TILE_T=config.tile_t,
+        BLOCK_E=next_power_of_2(lists.shape[2]),
+        num_warps=UNION_WARPS,
+        **_id_args(inputs.block_ids),
+        **{name: layout[name] for name in shared},
+    )
+
+
+def _launch_tiles(
+    inputs: _Inputs,
+    config: TileConfig,
+    tiles: int,
+    tile_rows: Tensor,
+    lists: Tensor,
+    counts: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    q, batch = inputs.q, inputs.batch
+    block_d = next_power_of_2(q.shape[2])
+    layout = layout_args(batch, inputs.k)
+    shared = (
+        "block_table_ptr",
+        "first_key_ptr",
+        "stride_table_b",
+        "num_pages",
+        "num_seqs",
+        "PAGED",
+        "BLOCK_SIZE",
+    )
+    keys = _descriptor(inputs.k, batch, config.block_n, block_d)
+    values = _descriptor(inputs.v, batch, config.block_n, block_d)
+    tma = keys is not None and values is not None
+    launch(
+        _sparse_attention_tile_kernel,
+        (tiles * inputs.heads_kv,),
+        q.device,
+        q_ptr=q,
+        k=keys if tma else inputs.k,
+        v=values if tma else inputs.v,
+        out_ptr=out,
+        lse_ptr=lse,
+        tiles_ptr=tile_rows,
+        lists_ptr=lists,
+        counts_ptr=counts,
+        softmax_scale=inputs.softmax_scale,
+        stride_q_t=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_o_t=out.stride(0),
+        stride_o_h=out.stride(1),
+        stride_l_t=lse.stride(0),
+        stride_l_h=lse.stride(1),
+        num_tiles=tiles,
+        HEADS=inputs.heads_kv,
+        GROUP=inputs.group,
+        DIM=q.shape[2],
+        TOPK=inputs.block_ids.shape[2],
+        TILE_T=config.tile_t,
+        BLOCK_G=next_power_of_2(inputs.group, 1),
+        BLOCK_N=config.block_n,
+        BLOCK_D=block_d,
+        TMA=tma,
+        UPCAST=interpreting() and q.dtype == torch.bfloat16,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **_stride_args(inputs),
+        **{name: layout[name] for name in shared},
+    )
+
+
+def _id_args(block_ids: Tensor) -> dict[str, Any]:
+    return {
+        "ids_ptr": block_ids,
+        "stride_i_t": block_ids.stride(0),
+        "stride_i_h": block_ids.stride(1),
+        "stride_i_k": block_ids.stride(2),
+        "TOPK": block_ids.shape[2],
+    }
+
+
+def _stride_args(inputs: _Inputs) -> dict[str, int]:
+    strides = {}
+    for name, tensor in (("k", inputs.k), ("v", inputs.v)):
+        outer, token = key_strides(inputs.batch, tensor)
+        strides[f"stride_{name}_outer"] = outer
+        strides[f"stride_{name}_token"] = token
+        strides[f"stride_{name}_h"] = head_stride(inputs.batch, tensor)
+    return strides
+
+
+def _descriptor(
+    tensor: Tensor, batch: Batch, block_n: int, block_d: int
+) -> TensorDescriptor | None:
+    """Keys as ``[pages or sequences, Hkv, tokens, D]`` for the copy engine, if it can fetch them."""
+    if batch.layout == PACKED:
+        tensor = tensor[None]
+    view = tensor if batch.layout == PAGED else tensor.transpose(1, 2)
+    if not supports_hopper(tensor.device) or not fetchable(view):
+        return None
+    return TensorDescriptor(
+        view, list(view.shape), [*view.stride()[:3], 1], [1, 1, block_n, block_d]
+    )

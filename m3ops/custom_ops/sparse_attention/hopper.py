@@ -1,0 +1,417 @@
+"""Prefill attention for Hopper: one copying warp feeds two multiplying warpgroups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...batch import PACKED, PAGED, Batch
+from ..common.launch import fetchable, head_stride, key_strides, run, supports_hopper
+
+TILE_T = 8
+"""Tokens of a tile; each of the two warpgroups multiplies half of them."""
+
+BLOCK_SIZE, DIM, GROUP = 128, 128, 16
+"""The one geometry: a warpgroup's 64 rows are half a tile, and the rings fill shared memory."""
+
+STAGES = 3
+"""Blocks in flight."""
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
+_LOWEST = gl.constexpr(-3.0e38)
+
+# Triton 3.9 renamed the copy and the barrier.
+_load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def _next_slot(slot, phase, STAGES: gl.constexpr):
+    wraps = slot == STAGES - 1
+    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _copy_block(desc, ring, full, empty, slot, phase, outer, head_kv, token):
+    """Fill one slot of a ring once both warpgroups have left it."""
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+    _load_async(desc, [outer, head_kv, token, 0], full.index(slot), ring.index(slot))
+
+
+@gluon.jit
+def _find_block(
+    entry,
+    table_ptr,
+    num_pages,
+    b,
+    first_key,
+    PAGED: gl.constexpr,
+    TILE_T: gl.constexpr,
+    N: gl.constexpr,
+):
+    """Page (or sequence) of a listed block, and the token in it where the block starts."""
+    block = entry >> TILE_T
+    if PAGED:
+        page = gl.load(table_ptr + block)
+        return gl.minimum(gl.maximum(page, 0), num_pages - 1), 0 * block
+    return b, block * N + first_key
+
+
+@gluon.jit
+def _copy_blocks(
+    rings,
+    keys,
+    PAGED: gl.constexpr,
+    TILE_T: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Every listed block, in order, K before V."""
+    k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
+    k_desc, v_desc, list_ptr, total, table_ptr, num_pages, b, first_key, head_kv = keys
+    N: gl.constexpr = k_desc.block_type.shape[2]
+    slot = 0
+    phase = 0
+    if total > 0:
+        outer, token = _find_block(
+            gl.load(list_ptr), table_ptr, num_pages, b, first_key, PAGED, TILE_T, N
+        )
+        for i in range(total):
+            # Looked up one block ahead: its page is known when the slot comes free.
+            next_entry = gl.load(list_ptr + gl.minimum(i + 1, total - 1))
+            next_outer, next_token = _find_block(
+                next_entry, table_ptr, num_pages, b, first_key, PAGED, TILE_T, N
+            )
+            _copy_block(k_desc, k_ring, k_full, k_empty, slot, phase, outer, head_kv, token)
+            _copy_block(v_desc, v_ring, v_full, v_empty, slot, phase, outer, head_kv, token)
+            slot, phase = _next_slot(slot, phase, STAGES)
+            outer = next_outer
+            token = next_token
+
+
+@gluon.jit
+def _release(empty, slot):
+    # One thread arrives for all four warps: none of them may still wait for this phase.
+    _barrier()
+    mbarrier.arrive(empty.index(slot), count=1)
+
+
+@gluon.jit
+def _clear_unseen(v_tile, keys, SMEM_ROWS: gl.constexpr):
+    """Zero the values from row `keys` on: no key is there yet, and 0 x NaN would spoil the sum.
+
+    Both warpgroups do this to the same rows, so neither waits for the other.
+    """
+    ROWS: gl.constexpr = v_tile.shape[0]
+    DIM: gl.constexpr = v_tile.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    for first in gl.static_range(0, ROWS, SMEM_ROWS):
+        if keys < first + SMEM_ROWS:
+            part = v_tile.slice(first, SMEM_ROWS)
+            n = first + gl.arange(0, SMEM_ROWS, gl.SliceLayout(1, LAYOUT))
+            values = part.load(LAYOUT)
+            seen = (n < keys)[:, None]
+            part.store(gl.where(seen, values, gl.zeros([SMEM_ROWS, DIM], values.dtype, LAYOUT)))
+    fence_async_shared()
+
+
+@gluon.jit
+def _attend(
+    rings,
+    inputs,
+    outputs,
+    rows,
+    HALF: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One warpgroup: its half of the tile's tokens against the blocks that any of them selected."""
+    k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
+    q_ptr, stride_q_t, stride_q_h, q_tiles, list_ptr, whole, total, softmax_scale = inputs
+    out_ptr, stride_o_t, stride_o_h, lse_ptr, stride_l_t, stride_l_h = outputs
+    first, limit, shift, head_kv = rows
+    q_tile = q_tiles.index(HALF)
+    ROWS: gl.constexpr = q_tile.shape[0]
+    DIM: gl.constexpr = q_tile.shape[1]
+    BLOCK_SIZE: gl.constexpr = k_ring.shape[3]
+    HALF_T: gl.constexpr = ROWS // GROUP
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_SIZE, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+
+    # Rows are (token, head) pairs.
+    copy_row = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    copy_t = (first + HALF * HALF_T + copy_row // GROUP)[:, None]
+    copy_h = (head_kv * GROUP + copy_row % GROUP)[:, None]
+    copy_d = gl.arange(0, DIM, gl.SliceLayout(0, COPY))[None, :]
+    # [ROWS, DIM]
+    q = gl.load(
+        q_ptr + copy_t.to(gl.int64) * stride_q_t + copy_h * stride_q_h + copy_d, copy_t < limit, 0.0
+    )
+    q_tile.store(q)
+    fence_async_shared()
+
+    row = gl.arange(0, ROWS, ROW)
+    token = first + HALF * HALF_T + row // GROUP
+    n = gl.arange(0, BLOCK_SIZE, gl.SliceLayout(0, LOGITS))
+    scale = softmax_scale * _LOG2_E
+    # Finite, so that a row without keys so far needs no case of its own.
+    top = gl.full([ROWS], _LOWEST, gl.float32, ROW)
+    weight_sum = gl.zeros([ROWS], gl.float32, ROW)
+    acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
+    slot = 0
+    phase = 0
+    for i in range(total):
+        entry = gl.load(list_ptr + i)
+        members = (entry >> (HALF * HALF_T)) & ((1 << HALF_T) - 1)
+        mbarrier.wait(k_full.index(slot), phase)
+        if members == 0:
+            _release(k_empty, slot)
+            mbarrier.wait(v_full.index(slot), phase)
+            _release(v_empty, slot)
+        else:
+            k_tile = k_ring.index(slot).reshape([BLOCK_SIZE, DIM])
+            v_tile = v_ring.index(slot).reshape([BLOCK_SIZE, DIM])
+            logits = warpgroup_mma(
+                q_tile,
+                k_tile.permute((1, 0)),
+                gl.zeros([ROWS, BLOCK_SIZE], gl.float32, LOGITS),
+                use_acc=False,
+                is_async=True,
+            )
+            logits = warpgroup_mma_wait(0, deps=[logits])
+            _release(k_empty, slot)
+            mbarrier.wait(v_full.index(slot), phase)
+            if i >= whole:
+                first_key = (entry >> (2 * HALF_T)) * BLOCK_SIZE
+                seen = first_key + n[None, :] <= (token + shift)[:, None]
+                logits = gl.where(seen, logits, float("-inf"))
+                _clear_unseen(v_tile, limit + shift - first_key, 32)
+            # A token that did not select the block keeps its sums: weights 0, decay 1.
+            member = ((members >> (row // GROUP)) & 1) != 0
+            new_top = gl.maximum(top, gl.max(logits, 1) * scale)
+            new_top = gl.where(member, new_top, top)
+            decay = gl.exp2(top - new_top)
+            offset = gl.where(member, new_top, float("inf"))
+            weights = gl.exp2(logits * scale - offset[:, None])
+            weight_sum = weight_sum * decay + gl.sum(weights, 1)
+            acc = acc * decay[:, None]
+            top = new_top
+            weights = gl.convert_layout(weights.to(v_ring.dtype), WEIGHTS)
+            acc = warpgroup_mma(weights, v_tile, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            _release(v_empty, slot)
+        slot, phase = _next_slot(slot, phase, STAGES)
+
+    divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
+    lse = gl.where(weight_sum > 0, (top + gl.log2(divisor)) * _LN_2, float("-inf"))
+    head = head_kv * GROUP + row % GROUP
+    gl.store(lse_ptr + token.to(gl.int64) * stride_l_t + head * stride_l_h, lse, mask=token < limit)
+    # Through shared memory, for whole lines.
+    q_tile.store((acc * (1.0 / divisor)[:, None]).to(q_tile.dtype))
+    gl.store(
+        out_ptr + copy_t.to(gl.int64) * stride_o_t + copy_h * stride_o_h + copy_d,
+        q_tile.load(COPY),
+        mask=copy_t < limit,
+    )
+
+
+@gluon.jit(
+    do_not_specialize=["stride_table_b", "num_seqs", "num_pages", "width"],
+    do_not_specialize_on_alignment=["block_table_ptr", "first_key_ptr"],
+)
+def _sparse_attention_hopper_kernel(
+    q_ptr,
+    k_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    tiles_ptr,
+    lists_ptr,
+    counts_ptr,
+    block_table_ptr,
+    first_key_ptr,
+    softmax_scale,
+    stride_q_t,
+    stride_q_h,
+    stride_o_t,
+    stride_o_h,
+    stride_l_t,
+    stride_l_h,
+    stride_table_b,
+    num_seqs,
+    num_pages,
+    width,
+    HEADS_KV: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE_T: gl.constexpr,
+    PAGED: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """A tile of tokens and one KV head against the union of the blocks that they selected.
+
+    K and V pass through shared memory once for the tile; each half of it is multiplied with the
+    blocks of its own tokens only. Limit: tensor cores.
+    """
+    BLOCK_SIZE: gl.constexpr = k_desc.block_type.shape[2]
+    DIM: gl.constexpr = k_desc.block_type.shape[3]
+    HALF_ROWS: gl.constexpr = TILE_T // 2 * GROUP
+    # The longest lists first, so that the last programs are short.
+    tile = (gl.num_programs(0) - 1 - gl.program_id(0)) // HEADS_KV
+    head_kv = gl.program_id(0) % HEADS_KV
+    b = gl.load(tiles_ptr + tile * 4)
+    first = gl.load(tiles_ptr + tile * 4 + 1)
+    limit = gl.load(tiles_ptr + tile * 4 + 2)
+    shift = gl.load(tiles_ptr + tile * 4 + 3)
+    list_index = tile * HEADS_KV + head_kv
+    whole = gl.load(counts_ptr + list_index * 2)
+    total = gl.load(counts_ptr + list_index * 2 + 1)
+    # Spare tiles, and rows of padding: nothing to attend to.
+    total = gl.where((b < num_seqs) & (first < limit), total, 0)
+    list_ptr = lists_ptr + list_index.to(gl.int64) * width
+    table_ptr = list_ptr
+    if PAGED:
+        table_ptr = block_table_ptr + b.to(gl.int64) * stride_table_b
+    first_key = gl.to_tensor(0)
+    if first_key_ptr is not None:
+        first_key = gl.load(first_key_ptr + b, mask=b < num_seqs, other=0)
+    outer = b
+    if PACKED:
+        outer = gl.to_tensor(0)
+
+    dtype: gl.constexpr = k_desc.dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_ROWS, DIM], dtype)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, HALF_ROWS, DIM], q_layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_SIZE, DIM], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_SIZE, DIM], v_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    rings = (k_ring, k_full, k_empty, v_ring, v_full, v_empty)
+    inputs = (q_ptr, stride_q_t, stride_q_h, q_tiles, list_ptr, whole, total, softmax_scale)
+    outputs = (out_ptr, stride_o_t, stride_o_h, lse_ptr, stride_l_t, stride_l_h)
+    rows = (first, limit, shift, head_kv)
+    keys = (k_desc, v_desc, list_ptr, total, table_ptr, num_pages, outer, first_key, head_kv)
+    LOWER: gl.constexpr = 0
+    UPPER: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_attend, (rings, inputs, outputs, rows, LOWER, GROUP, STAGES)),
+            (_attend, (rings, inputs, outputs, rows, UPPER, GROUP, STAGES)),
+            (_copy_blocks, (rings, keys, PAGED, TILE_T, STAGES)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, batch: Batch, group: int) -> bool:
+    """Whether the kernel takes these inputs; `softmax_scale` must also be positive."""
+    return (
+        supports_hopper(q.device)
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and k.dtype == v.dtype == q.dtype
+        and (batch.block_size, q.shape[2], v.shape[-1], group) == (BLOCK_SIZE, DIM, DIM, GROUP)
+        and fetchable(k)
+        and fetchable(v)
+    )
+
+
+def launch_hopper_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    lists: Tensor,
+    counts: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend to the listed blocks of each tile.
+
+    Args:
+        q, k, v, batch, softmax_scale: as the op has them.
+        tiles: int32 ``[tiles, 4]``: sequence, first row, end row, shift from row to position.
+        lists: int32 ``[tiles, Hkv, L]``: ascending ``block << TILE_T | tokens that selected it``.
+        counts: int32 ``[tiles, Hkv, 2]``: entries wholly visible to the tile, which come first,
+            and all.
+        out: ``[T, Hq, D]``, written for the rows of the tiles.
+        lse: float32 ``[T, Hq]``, likewise.
+    """
+    num_tiles, heads_kv, width = lists.shape
+    if num_tiles == 0:
+        return
+    paged = batch.layout == PAGED
+    table = batch.block_table
+    arguments = dict(
+        q_ptr=q,
+        k_desc=_descriptor(k, batch),
+        v_desc=_descriptor(v, batch),
+        out_ptr=out,
+        lse_ptr=lse,
+        tiles_ptr=tiles,
+        lists_ptr=lists,
+        counts_ptr=counts,
+        block_table_ptr=table,
+        first_key_ptr=batch.cu_seqlens_k if batch.layout == PACKED else batch.leftpad_k,
+        softmax_scale=softmax_scale,
+        stride_q_t=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_o_t=out.stride(0),
+        stride_o_h=out.stride(1),
+        stride_l_t=lse.stride(0),
+        stride_l_h=lse.stride(1),
+        stride_table_b=0 if table is None else table.stride(0),
+        num_seqs=batch.num_seqs,
+        num_pages=k.shape[0],
+        width=width,
+        HEADS_KV=heads_kv,
+        GROUP=GROUP,
+        TILE_T=TILE_T,
+        PAGED=paged,
+        PACKED=batch.layout == PACKED,
+        STAGES=STAGES,
+        num_warps=4,
+    )
+    run(_sparse_attention_hopper_kernel, (num_tiles * heads_kv,), q.device, arguments)
+
+
+def _descriptor(keys: Tensor, batch: Batch) -> TensorDescriptor:
+    """Keys or values as ``[pages or sequences, heads, tokens, D]``, fetched in whole blocks."""
+    stride_outer, stride_token = key_strides(batch, keys)
+    stride_h = head_stride(batch, keys)
+    outer, tokens, heads = 1, keys.shape[0], keys.shape[1]
+    if batch.layout == PAGED:
+        outer, heads, tokens = keys.shape[:3]
+    elif batch.layout != PACKED:
+        outer, tokens, heads = keys.shape[:3]
+    block_shape = [1, 1, BLOCK_SIZE, DIM]
+    element = gl.bfloat16 if keys.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(block_shape, element)
+    # One packed sequence of keys has no outer stride, but the copy engine wants one.
+    strides = [stride_outer or stride_token, stride_h, stride_token, 1]
+    return TensorDescriptor(keys, [outer, heads, tokens, DIM], strides, block_shape, layout)
