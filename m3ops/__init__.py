@@ -15,6 +15,7 @@ from .modules import (
     PagedKVCache,
     Workspace,
 )
+from .warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -35,4 +36,5 @@ __all__ = [
     "store_kv",
     "topk_select",
     "use_backend",
+    "warmup",
 ]

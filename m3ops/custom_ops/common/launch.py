@@ -82,7 +82,7 @@ def head_stride(batch: Batch, keys: Tensor) -> int:
 
 
 def supports_hopper(device: torch.device) -> bool:
-    """Tensor descriptors fetched by the copy engine, and launches that overlap their predecessor."""
+    """Tiles fetched by the copy engine, and launches that overlap their predecessor."""
     return device.type == "cuda" and _capability(device) >= (9, 0)
 
 

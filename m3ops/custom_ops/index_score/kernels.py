@@ -8,7 +8,7 @@ from ..common.kernels import block_coordinates, element_offset, find_tile, seque
 
 _METADATA = ["cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr", "visible_ptr"]
 _COUNTS = [
-    "stride_table_b", "stride_s_t", "stride_s_h", "num_seqs", "num_pages", "row_begin", "row_end",
+    "stride_table_b", "stride_s_t", "stride_s_h", "stride_s_j", "num_seqs", "num_pages", "row_begin", "row_end",
     "num_tiles", "num_columns",
 ]  # fmt: skip
 

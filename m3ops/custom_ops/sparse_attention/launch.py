@@ -377,7 +377,7 @@ def _stride_args(inputs: _Inputs) -> dict[str, int]:
 def _descriptor(
     tensor: Tensor, batch: Batch, block_n: int, block_d: int
 ) -> TensorDescriptor | None:
-    """Keys as ``[pages or sequences, Hkv, tokens, D]`` for the copy engine, if it can fetch them."""
+    """``[pages or sequences, Hkv, tokens, D]`` for the copy engine, if it can fetch them."""
     if batch.layout == PACKED:
         tensor = tensor[None]
     view = tensor if batch.layout == PAGED else tensor.transpose(1, 2)

@@ -7,6 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 _COUNTS = [
     "stride_s_t",
     "stride_s_h",
+    "stride_s_j",
     "stride_v_t",
     "stride_i_t",
     "stride_i_h",
@@ -170,6 +171,7 @@ def _topk_select_rows_kernel(
     visible = tl.minimum(tl.maximum(visible, 0), num_columns)
     s_offset = row * stride_s_t + head * stride_s_h
     if ALIGNED:
+        stride_s_j = 1
         s_offset = tl.multiple_of(s_offset, 4)
     i_ptr = ids_ptr + row * stride_i_t + head * stride_i_h
     # A buffer wider than what a row sees, as a captured graph has it, should cost nothing.
@@ -218,7 +220,7 @@ def _select_row(
         reach = top
     step = 0
     while (reach != wanted) & (low < high):
-        # Scores lie close together on their own scale, but only halving their bits ends for certain.
+        # Scores lie close together on their own scale, but only halving bits ends for certain.
         middle = 0.5 * low + 0.5 * high
         if (step >= 24) | ((middle > low) & (middle < high) == 0):
             middle = _middle_bits(low, high)
