@@ -37,10 +37,10 @@ BATCHES = [
 
 
 @pytest.fixture(autouse=True)
-def _error_on_recompile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _error_on_recompile() -> Iterator[None]:
     """Sizes that happen to agree in the first call are kept apart: what remains are our guards."""
-    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", False)
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    symbols: Any = torch.fx.experimental._config
+    with torch._dynamo.config.patch(error_on_recompile=True), symbols.patch(use_duck_shape=False):
         yield
 
 
