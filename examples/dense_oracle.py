@@ -29,7 +29,7 @@ class Geometry:
     topk: int = 16
 
 
-class Branch(NamedTuple):
+class Keys(NamedTuple):
     """Keys of the whole sequence: `k`, `v` ``[Hkv, S, D]`` and `index_k` ``[S, Di]``."""
 
     k: Tensor
@@ -60,7 +60,7 @@ class DenseLayer:
         self.hidden = hidden.to(dtype)
         self.cos, self.sin = self._rotation(dtype)
         everything = slice(0, len(hidden))
-        self.keys = Branch(
+        self.keys = Keys(
             k=self._heads("k_proj", "k_norm", everything),
             v=self._heads("v_proj", None, everything),
             index_k=self._heads("indexer.k_proj", "indexer.k_norm", everything)[0],

@@ -279,7 +279,9 @@ def compile_layer(
     """The compiled layer, `warm_up` run with it, and the name of the backend that compiled it."""
     counters.clear()
     compiler = "inductor"
-    step = torch.compile(layer, fullgraph=True, dynamic=True, backend=compiler)
+    # Trying out each instruction set of the CPU would take as long as compiling one of the graphs.
+    options: dict[str, Any] = {"cpp.vec_isa_ok": True}
+    step = torch.compile(layer, fullgraph=True, dynamic=True, backend=compiler, options=options)
     try:
         warm_up(step)
     except BackendCompilerFailed as error:
