@@ -52,7 +52,7 @@ def define_op(
     batch_at = len(inputs.split("{batch}")[0].split(",")) - 1 if "{batch}" in inputs else None
 
     def fill(*args: Any) -> None:
-        implementation(name, args[0].device)(*_pack(args, batch_at))
+        run_implementation(name, *_pack(args, batch_at))
 
     def fake(*args: Any) -> Outputs:
         return allocate(*_pack(args, batch_at))
@@ -77,6 +77,17 @@ def define_op(
             f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs)
         )
         define_mutating_op(f"{name}_out", f"{arguments}, {mutated}", len(outputs), fill)
+
+
+def run_implementation(name: str, *args: Any) -> None:
+    """Compute an op with the active backend, in the dtypes it is given even under autocast."""
+    device = args[0].device
+    compute = implementation(name, device)
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            compute(*args)
+    else:
+        compute(*args)
 
 
 def define_mutating_op(

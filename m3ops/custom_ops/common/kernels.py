@@ -78,25 +78,27 @@ def sequence_tile(
 @triton.jit
 def block_coordinates(
     block,
+    mask,
     b,
+    num_seqs,
     block_table_ptr,
     first_key_ptr,
     stride_table_b,
     num_pages,
     PAGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    mask=None,
 ):
     """Page (or sequence) and token in it of the first key of each logical block.
 
-    A page id out of range is bounded: it gives wrong numbers, never an access outside the cache.
+    Nothing is read where `mask` is false or `b` is padding. A page id out of range is bounded: it
+    gives wrong numbers, never an access outside the cache.
     """
     if PAGED:
-        page = tl.load(block_table_ptr + tl.cast(b, tl.int64) * stride_table_b + block, mask)
+        page = tl.load(block_table_ptr + tl.cast(b, tl.int64) * stride_table_b + block, mask, 0)
         return tl.minimum(tl.maximum(page, 0), num_pages - 1), block * 0
     first = block * BLOCK_SIZE
     if first_key_ptr is not None:
-        first += tl.load(first_key_ptr + b)
+        first += tl.load(first_key_ptr + b, b < num_seqs, 0)
     return block * 0 + b, first
 
 

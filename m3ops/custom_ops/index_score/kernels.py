@@ -8,8 +8,8 @@ from ..common.kernels import block_coordinates, element_offset, find_tile, seque
 
 _METADATA = ["cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr", "visible_ptr"]
 _COUNTS = [
-    "stride_table_b", "stride_s_t", "stride_s_h", "stride_s_j", "num_seqs", "num_pages", "row_begin", "row_end",
-    "num_tiles", "num_columns",
+    "stride_table_b", "stride_s_t", "stride_s_h", "stride_s_j", "num_seqs", "num_pages",
+    "row_begin", "row_end", "num_tiles", "num_columns",
 ]  # fmt: skip
 
 
@@ -107,8 +107,8 @@ def _index_score_kernel(
     # With one block a share, its page is looked up while the lengths are still on their way.
     if KEYS_FIRST:
         outer, token = block_coordinates(
-            split, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
-            BLOCK_SIZE, split < num_columns,
+            split, (split < num_columns) & (b < num_seqs), b, num_seqs, block_table_ptr,
+            first_key_ptr, stride_table_b, num_pages, PAGED, BLOCK_SIZE,
         )  # fmt: skip
         if most <= step:
             if split < most:
@@ -120,8 +120,8 @@ def _index_score_kernel(
             return
     for block in range(split, whole, step):
         outer, token = block_coordinates(
-            block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
-            BLOCK_SIZE,
+            block, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
+            num_pages, PAGED, BLOCK_SIZE,
         )  # fmt: skip
         best = _block_max(
             q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,
@@ -130,8 +130,8 @@ def _index_score_kernel(
         tl.store(scores_ptr + s_offset + block * stride_s_j, best, live)
     for block in range(masked, most, step):
         outer, token = block_coordinates(
-            block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
-            BLOCK_SIZE,
+            block, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
+            num_pages, PAGED, BLOCK_SIZE,
         )  # fmt: skip
         best = _block_max(
             q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,

@@ -97,6 +97,8 @@ def _launch(
     tiles = batch.num_seqs if scores_only else num_tiles(end - begin, tile_t, batch)
     stride_outer, stride_token = key_strides(batch, index_k)
     columns = scores.shape[2]
+    if batch.block_table is not None:
+        columns = min(columns, batch.block_table.shape[1])
     if num_splits == 0:
         busy = triton.cdiv(end - begin, tile_t)
         slots = config.programs_per_multiprocessor * num_multiprocessors(index_q.device)

@@ -105,8 +105,8 @@ def _sparse_attention_kernel(
     ids = tl.where(live, ids, -1)
     last_slot = tl.max(tl.where(live, slots, -1))
     outers, tokens = block_coordinates(
-        tl.where(live, ids, 0), b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
-        BLOCK_SIZE, live,
+        tl.where(live, ids, 0), live, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
+        num_pages, PAGED, BLOCK_SIZE,
     )  # fmt: skip
     k_ptr += head_kv * stride_k_h
     v_ptr += head_kv * stride_v_h
@@ -374,8 +374,8 @@ def _sparse_attention_tile_kernel(
         entry = tl.load(l_ptr + step // PARTS)
         first = step % PARTS * BLOCK_N
         outer, token = block_coordinates(
-            entry >> TILE_T, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED,
-            BLOCK_SIZE,
+            entry >> TILE_T, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
+            num_pages, PAGED, BLOCK_SIZE,
         )  # fmt: skip
         keys = _load_tile(
             k, outer, head_kv, token + first, False, 0, stride_k_outer, stride_k_token,
@@ -400,7 +400,8 @@ def _sparse_attention_tile_kernel(
         first = step % PARTS * BLOCK_N
         block = entry >> TILE_T
         outer, token = block_coordinates(
-            block, b, block_table_ptr, first_key_ptr, stride_table_b, num_pages, PAGED, BLOCK_SIZE,
+            block, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b, num_pages,
+            PAGED, BLOCK_SIZE,
         )  # fmt: skip
         # Keys past the last position of the tile may be anything, and must not reach a product.
         num_keys = last + 1 - block * BLOCK_SIZE - first

@@ -22,12 +22,12 @@ class _Chunk(NamedTuple):
 
     Attributes:
         rows: slice of the packed batch, ``C`` rows.
-        index: what indexes a key tensor to ``[C, Hkv, K * N, D]``.
+        at: what indexes a key tensor to ``[C, Hkv, K * N, D]``.
         seen: bool ``[C, Hkv, K * N]``, the keys that take part; the others may be anything.
     """
 
     rows: slice
-    index: tuple[Tensor, ...]
+    at: tuple[Tensor, ...]
     seen: Tensor
 
 
@@ -90,8 +90,8 @@ def sparse_attention_backward_reference(
         dweights = dmean @ values.transpose(-1, -2)
         dlogits = weights * (dweights - (dmean * mean).sum(-1, keepdim=True)) * softmax_scale
         dq[chunk.rows] = (dlogits @ keys).flatten(1, 2).to(dq.dtype)
-        dk_sum.index_put_(chunk.index, dlogits.transpose(-1, -2) @ queries, accumulate=True)
-        dv_sum.index_put_(chunk.index, weights.transpose(-1, -2) @ dmean, accumulate=True)
+        dk_sum.index_put_(chunk.at, dlogits.transpose(-1, -2) @ queries, accumulate=True)
+        dv_sum.index_put_(chunk.at, weights.transpose(-1, -2) @ dmean, accumulate=True)
     dk.copy_(dk_sum)
     dv.copy_(dv_sum)
 
@@ -142,12 +142,12 @@ def _storage_index(
 
 def _gather(tensor: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
     """``[C, Hkv, K * N, D]``, zero where a key does not take part."""
-    return tensor[chunk.index].masked_fill(~chunk.seen[..., None], 0).to(dtype)
+    return tensor[chunk.at].masked_fill_(~chunk.seen[..., None], 0).to(dtype)
 
 
 def _logits(q: Tensor, k: Tensor, chunk: _Chunk, softmax_scale: float) -> Tensor:
     """``[C, Hkv, G, K * N]``, -inf where a key does not take part."""
-    keys = _gather(k, chunk, torch.promote_types(q.dtype, torch.float32))
+    keys = k[chunk.at].to(torch.promote_types(q.dtype, torch.float32))
     queries = q[chunk.rows].to(keys.dtype).unflatten(1, (keys.shape[1], -1))
     logits = queries @ keys.transpose(-1, -2) * softmax_scale
-    return logits.masked_fill(~chunk.seen[:, :, None], -torch.inf)
+    return logits.masked_fill_(~chunk.seen[:, :, None], -torch.inf)

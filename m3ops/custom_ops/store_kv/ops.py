@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from ...backends import implementation
-from ..registration import define_mutating_op
-
-
-def _store_kv(*args: Any) -> None:
-    implementation("store_kv", args[0].device)(*args)
-
+from ..registration import define_mutating_op, run_implementation
 
 define_mutating_op(
     "store_kv",
     "Tensor key, Tensor value, Tensor index_key, Tensor slot_mapping, "
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) index_k_cache",
     num_mutated=3,
-    fill=_store_kv,
+    fill=partial(run_implementation, "store_kv"),
 )
