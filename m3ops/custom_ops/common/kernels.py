@@ -85,7 +85,7 @@ def block_coordinates(
     first_key_ptr,
     stride_table_b,
     num_pages,
-    PAGED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """Page (or sequence) and token in it of the first key of each logical block.
@@ -93,12 +93,14 @@ def block_coordinates(
     Nothing is read where `mask` is false or `b` is padding. A page id out of range is bounded: it
     gives wrong numbers, never an access outside the cache.
     """
-    if PAGED:
+    if LAYOUT == "paged":
         page = tl.load(block_table_ptr + tl.cast(b, tl.int64) * stride_table_b + block, mask, 0)
         return tl.minimum(tl.maximum(page, 0), num_pages - 1), block * 0
     first = block * BLOCK_SIZE
     if first_key_ptr is not None:
         first += tl.load(first_key_ptr + b, b < num_seqs, 0)
+    if LAYOUT == "packed":
+        return block * 0, first
     return block * 0 + b, first
 
 

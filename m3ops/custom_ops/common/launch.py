@@ -52,7 +52,6 @@ def check_sizes(op: str, dtype: torch.dtype, block_size: int, **dims: int) -> No
 
 def layout_args(batch: Batch, keys: Tensor) -> dict[str, Any]:
     """Kernel arguments that say where sequences and blocks lie."""
-    paged = batch.layout == PAGED
     table = batch.block_table
     return {
         "cu_seqlens_q_ptr": batch.cu_seqlens_q,
@@ -62,7 +61,7 @@ def layout_args(batch: Batch, keys: Tensor) -> dict[str, Any]:
         "stride_table_b": 0 if table is None else table.stride(0),
         "num_pages": keys.shape[0],
         "num_seqs": batch.num_seqs,
-        "PAGED": paged,
+        "LAYOUT": batch.layout,
         "BLOCK_SIZE": batch.block_size,
         "BLOCK_B": BLOCK_B,
     }

@@ -40,7 +40,7 @@ def _index_score_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     TILE_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -108,7 +108,7 @@ def _index_score_kernel(
     if KEYS_FIRST:
         outer, token = block_coordinates(
             split, (split < num_columns) & (b < num_seqs), b, num_seqs, block_table_ptr,
-            first_key_ptr, stride_table_b, num_pages, PAGED, BLOCK_SIZE,
+            first_key_ptr, stride_table_b, num_pages, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         if most <= step:
             if split < most:
@@ -121,7 +121,7 @@ def _index_score_kernel(
     for block in range(split, whole, step):
         outer, token = block_coordinates(
             block, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
-            num_pages, PAGED, BLOCK_SIZE,
+            num_pages, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         best = _block_max(
             q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,
@@ -131,7 +131,7 @@ def _index_score_kernel(
     for block in range(masked, most, step):
         outer, token = block_coordinates(
             block, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
-            num_pages, PAGED, BLOCK_SIZE,
+            num_pages, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         best = _block_max(
             q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,

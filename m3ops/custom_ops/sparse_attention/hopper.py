@@ -25,7 +25,10 @@ BLOCK_SIZE, DIM, GROUP = 128, 128, 16
 """The one geometry: a warpgroup's 64 rows are half a tile, and the rings fill shared memory."""
 
 STAGES = 3
-"""Blocks in flight."""
+"""Blocks in flight, at least two."""
+
+OVERLAP = True
+"""Whether a warpgroup's own softmax runs beside its own products."""
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
@@ -108,7 +111,7 @@ def _release(empty, slot):
 
 
 @gluon.jit
-def _clear_unseen(v_tile, keys, SMEM_ROWS: gl.constexpr):
+def _clear_unseen(v_tile, keys, PART_ROWS: gl.constexpr):
     """Zero the values from row `keys` on: no key is there yet, and 0 x NaN would spoil the sum.
 
     Both warpgroups do this to the same rows, so neither waits for the other.
@@ -116,14 +119,49 @@ def _clear_unseen(v_tile, keys, SMEM_ROWS: gl.constexpr):
     ROWS: gl.constexpr = v_tile.shape[0]
     DIM: gl.constexpr = v_tile.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    for first in gl.static_range(0, ROWS, SMEM_ROWS):
-        if keys < first + SMEM_ROWS:
-            part = v_tile.slice(first, SMEM_ROWS)
-            n = first + gl.arange(0, SMEM_ROWS, gl.SliceLayout(1, LAYOUT))
+    for first in gl.static_range(0, ROWS, PART_ROWS):
+        if keys < first + PART_ROWS:
+            part = v_tile.slice(first, PART_ROWS)
+            n = first + gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
             values = part.load(LAYOUT)
             seen = (n < keys)[:, None]
-            part.store(gl.where(seen, values, gl.zeros([SMEM_ROWS, DIM], values.dtype, LAYOUT)))
+            part.store(gl.where(seen, values, gl.zeros([PART_ROWS, DIM], values.dtype, LAYOUT)))
     fence_async_shared()
+
+
+@gluon.jit
+def _multiply_keys(q_tile, k_ring, slot, LOGITS: gl.constexpr):
+    """Start q K^T, ``[ROWS, BLOCK_SIZE]``."""
+    ROWS: gl.constexpr = q_tile.shape[0]
+    DIM: gl.constexpr = q_tile.shape[1]
+    BLOCK_SIZE: gl.constexpr = k_ring.shape[3]
+    keys = k_ring.index(slot).reshape([BLOCK_SIZE, DIM]).permute((1, 0))
+    zeros = gl.zeros([ROWS, BLOCK_SIZE], gl.float32, LOGITS)
+    return warpgroup_mma(q_tile, keys, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _multiply_values(weights, v_ring, slot, acc):
+    """Start adding weights V, ``[ROWS, DIM]``."""
+    v_tile = v_ring.index(slot).reshape([v_ring.shape[3], v_ring.shape[4]])
+    return warpgroup_mma(weights, v_tile, acc, is_async=True)
+
+
+@gluon.jit
+def _weigh(logits, seen, masked, member, scale, top, weight_sum):
+    """One step of the running softmax; if masked, row by row only the first `seen` keys count.
+
+    A token that did not select the block keeps its sums: weights 0, decay 1.
+    """
+    BLOCK_SIZE: gl.constexpr = logits.shape[1]
+    if masked:
+        n = gl.arange(0, BLOCK_SIZE, gl.SliceLayout(0, logits.type.layout))
+        logits = gl.where(n[None, :] < seen[:, None], logits, float("-inf"))
+    new_top = gl.where(member, gl.maximum(top, gl.max(logits, 1) * scale), top)
+    decay = gl.exp2(top - new_top)
+    offset = gl.where(member, new_top, float("inf"))
+    weights = gl.exp2(logits * scale - offset[:, None])
+    return weights, decay, new_top, weight_sum * decay + gl.sum(weights, 1)
 
 
 @gluon.jit
@@ -135,6 +173,7 @@ def _attend(
     HALF: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """One warpgroup: its half of the tile's tokens against the blocks that any of them selected."""
     k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
@@ -166,7 +205,6 @@ def _attend(
 
     row = gl.arange(0, ROWS, ROW)
     token = first + HALF * HALF_T + row // GROUP
-    n = gl.arange(0, BLOCK_SIZE, gl.SliceLayout(0, LOGITS))
     scale = softmax_scale * _LOG2_E
     # Finite, so that a row without keys so far needs no case of its own.
     top = gl.full([ROWS], _LOWEST, gl.float32, ROW)
@@ -174,47 +212,68 @@ def _attend(
     acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
     slot = 0
     phase = 0
+    # With OVERLAP, a block's product with V is held back and runs beside the next block's softmax:
+    # its weights, its slot (or -1) and its place in the list.
+    weights = gl.zeros([ROWS, BLOCK_SIZE], v_ring.dtype, WEIGHTS)
+    held_slot = -1
+    held_i = 0
+    next_entry = gl.load(list_ptr)
     for i in range(total):
-        entry = gl.load(list_ptr + i)
+        entry = next_entry
+        next_entry = gl.load(list_ptr + gl.minimum(i + 1, total - 1))
         members = (entry >> (HALF * HALF_T)) & ((1 << HALF_T) - 1)
         mbarrier.wait(k_full.index(slot), phase)
         if members == 0:
             _release(k_empty, slot)
+            # Held any longer, V would keep the copies from the block that this waits for.
+            if (held_slot >= 0) & (i - held_i >= STAGES - 1):
+                acc = _multiply_values(weights, v_ring, held_slot, acc)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                _release(v_empty, held_slot)
+                held_slot = -1
             mbarrier.wait(v_full.index(slot), phase)
             _release(v_empty, slot)
         else:
-            k_tile = k_ring.index(slot).reshape([BLOCK_SIZE, DIM])
-            v_tile = v_ring.index(slot).reshape([BLOCK_SIZE, DIM])
-            logits = warpgroup_mma(
-                q_tile,
-                k_tile.permute((1, 0)),
-                gl.zeros([ROWS, BLOCK_SIZE], gl.float32, LOGITS),
-                use_acc=False,
-                is_async=True,
-            )
-            logits = warpgroup_mma_wait(0, deps=[logits])
-            _release(k_empty, slot)
-            mbarrier.wait(v_full.index(slot), phase)
-            if i >= whole:
-                first_key = (entry >> (2 * HALF_T)) * BLOCK_SIZE
-                seen = first_key + n[None, :] <= (token + shift)[:, None]
-                logits = gl.where(seen, logits, float("-inf"))
-                _clear_unseen(v_tile, limit + shift - first_key, 32)
-            # A token that did not select the block keeps its sums: weights 0, decay 1.
+            first_key = (entry >> (2 * HALF_T)) * BLOCK_SIZE
+            seen = token + (shift + 1 - first_key)
+            masked = i >= whole
             member = ((members >> (row // GROUP)) & 1) != 0
-            new_top = gl.maximum(top, gl.max(logits, 1) * scale)
-            new_top = gl.where(member, new_top, top)
-            decay = gl.exp2(top - new_top)
-            offset = gl.where(member, new_top, float("inf"))
-            weights = gl.exp2(logits * scale - offset[:, None])
-            weight_sum = weight_sum * decay + gl.sum(weights, 1)
+            if held_slot >= 0:
+                logits = _multiply_keys(q_tile, k_ring, slot, LOGITS)
+                running = _multiply_values(weights, v_ring, held_slot, acc)
+                logits = warpgroup_mma_wait(1, deps=[logits])
+                _release(k_empty, slot)
+                parts, decay, top, weight_sum = _weigh(
+                    logits, seen, masked, member, scale, top, weight_sum
+                )
+                # The wait for V keeps the assembler from moving the other wait up.
+                mbarrier.wait(v_full.index(slot), phase)
+                acc, parts, decay = warpgroup_mma_wait(0, deps=[running, parts, decay])
+                _release(v_empty, held_slot)
+            else:
+                logits = _multiply_keys(q_tile, k_ring, slot, LOGITS)
+                logits = warpgroup_mma_wait(0, deps=[logits])
+                _release(k_empty, slot)
+                parts, decay, top, weight_sum = _weigh(
+                    logits, seen, masked, member, scale, top, weight_sum
+                )
+                mbarrier.wait(v_full.index(slot), phase)
             acc = acc * decay[:, None]
-            top = new_top
-            weights = gl.convert_layout(weights.to(v_ring.dtype), WEIGHTS)
-            acc = warpgroup_mma(weights, v_tile, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            _release(v_empty, slot)
+            weights = gl.convert_layout(parts.to(v_ring.dtype), WEIGHTS)
+            if masked:
+                v_tile = v_ring.index(slot).reshape([BLOCK_SIZE, DIM])
+                _clear_unseen(v_tile, limit + shift - first_key, 32)
+            if OVERLAP:
+                held_slot = slot
+                held_i = i
+            else:
+                acc = _multiply_values(weights, v_ring, slot, acc)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                _release(v_empty, slot)
         slot, phase = _next_slot(slot, phase, STAGES)
+    if held_slot >= 0:
+        acc = _multiply_values(weights, v_ring, held_slot, acc)
+        acc = warpgroup_mma_wait(0, deps=[acc])
 
     divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
     lse = gl.where(weight_sum > 0, (top + gl.log2(divisor)) * _LN_2, float("-inf"))
@@ -261,6 +320,7 @@ def _sparse_attention_hopper_kernel(
     PAGED: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """A tile of tokens and one KV head against the union of the blocks that they selected.
 
@@ -317,8 +377,8 @@ def _sparse_attention_hopper_kernel(
     UPPER: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_attend, (rings, inputs, outputs, rows, LOWER, GROUP, STAGES)),
-            (_attend, (rings, inputs, outputs, rows, UPPER, GROUP, STAGES)),
+            (_attend, (rings, inputs, outputs, rows, LOWER, GROUP, STAGES, OVERLAP)),
+            (_attend, (rings, inputs, outputs, rows, UPPER, GROUP, STAGES, OVERLAP)),
             (_copy_blocks, (rings, keys, PAGED, TILE_T, STAGES)),
         ],
         worker_num_warps=[4, 1],
@@ -365,7 +425,6 @@ def launch_hopper_attention(
     num_tiles, heads_kv, width = lists.shape
     if num_tiles == 0:
         return
-    paged = batch.layout == PAGED
     table = batch.block_table
     arguments = dict(
         q_ptr=q,
@@ -392,9 +451,10 @@ def launch_hopper_attention(
         HEADS_KV=heads_kv,
         GROUP=GROUP,
         TILE_T=TILE_T,
-        PAGED=paged,
+        PAGED=batch.layout == PAGED,
         PACKED=batch.layout == PACKED,
         STAGES=STAGES,
+        OVERLAP=OVERLAP,
         num_warps=4,
     )
     run(_sparse_attention_hopper_kernel, (num_tiles * heads_kv,), q.device, arguments)

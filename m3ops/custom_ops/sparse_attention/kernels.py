@@ -62,7 +62,7 @@ def _sparse_attention_kernel(
     DIM: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -106,7 +106,7 @@ def _sparse_attention_kernel(
     last_slot = tl.max(tl.where(live, slots, -1))
     outers, tokens = block_coordinates(
         tl.where(live, ids, 0), live, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
-        num_pages, PAGED, BLOCK_SIZE,
+        num_pages, LAYOUT, BLOCK_SIZE,
     )  # fmt: skip
     k_ptr += head_kv * stride_k_h
     v_ptr += head_kv * stride_v_h
@@ -125,7 +125,7 @@ def _sparse_attention_kernel(
         block = tl.sum(tl.where(slots == step // PARTS, ids, 0))
         n = step % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
         # [BLOCK_N]
-        seen = block * BLOCK_SIZE + n <= tl.where(block < 0, -1, position)
+        seen = n <= tl.where(block < 0, -1, position - block * BLOCK_SIZE)
         mask = seen[:, None] & (d < DIM)[None, :]
         outer = tl.sum(tl.where(slots == step // PARTS, outers, 0))
         token = tl.sum(tl.where(slots == step // PARTS, tokens, 0))
@@ -319,7 +319,7 @@ def _sparse_attention_tile_kernel(
     DIM: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     TILE_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -375,7 +375,7 @@ def _sparse_attention_tile_kernel(
         first = step % PARTS * BLOCK_N
         outer, token = block_coordinates(
             entry >> TILE_T, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
-            num_pages, PAGED, BLOCK_SIZE,
+            num_pages, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         keys = _load_tile(
             k, outer, head_kv, token + first, False, 0, stride_k_outer, stride_k_token,
@@ -401,7 +401,7 @@ def _sparse_attention_tile_kernel(
         block = entry >> TILE_T
         outer, token = block_coordinates(
             block, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b, num_pages,
-            PAGED, BLOCK_SIZE,
+            LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         # Keys past the last position of the tile may be anything, and must not reach a product.
         num_keys = last + 1 - block * BLOCK_SIZE - first

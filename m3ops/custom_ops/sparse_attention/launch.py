@@ -311,7 +311,7 @@ def _launch_tiles(
         "stride_table_b",
         "num_pages",
         "num_seqs",
-        "PAGED",
+        "LAYOUT",
         "BLOCK_SIZE",
     )
     keys = _descriptor(inputs.k, batch, config.block_n, block_d)
