@@ -16,6 +16,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from m3ops.batch import Batch
@@ -23,6 +25,7 @@ from m3ops.custom_ops.common import launch as common
 from m3ops.custom_ops.index_score import launch as index_score
 from m3ops.custom_ops.select_blocks import launch as select_blocks
 from m3ops.custom_ops.sparse_attention import launch as sparse_attention
+from m3ops.custom_ops.sparse_attention.hopper import launch as hopper
 from m3ops.custom_ops.store_kv import launch as store_kv
 from m3ops.custom_ops.topk_select import launch as topk_select
 
@@ -58,6 +61,9 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], target: GPUTarget) ->
         elif isinstance(value, TensorDescriptor):
             element = _TYPES[value.base.dtype][1:]
             signature[name] = f"tensordesc<{element}{value.block_shape}>"
+        elif isinstance(value, GluonTensorDescriptor):
+            element = _TYPES[value.base.dtype][1:]
+            signature[name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and not param.do_not_specialize:
@@ -66,7 +72,8 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], target: GPUTarget) ->
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0 and not param.do_not_specialize:
                 attrs[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = language(kernel, signature, constexprs, attrs)
     return triton.compile(source, target=target, options=options)
 
 
@@ -167,10 +174,12 @@ def main(arch: str, dtype: str, layout: str) -> None:
     ) -> None:
         recorded.append((kernel, arguments))
 
-    common.run = record
-    hopper = target.backend == "cuda" and target.arch >= 90
+    common.run = hopper.run = record
+    copies = target.backend == "cuda" and target.arch >= 90
     for module in (common, index_score, sparse_attention):
-        module.supports_hopper = lambda device: hopper  # type: ignore[attr-defined]
+        module.supports_hopper = lambda device: copies  # type: ignore[attr-defined]
+    wgmma = target.backend == "cuda" and target.arch == 90 and dtype != "float32"
+    sparse_attention._hopper = lambda inputs: hopper if wgmma else None
     done = set()
     for what, call in launches(getattr(torch, dtype), layout == "paged"):
         recorded.clear()
@@ -193,7 +202,7 @@ def main(arch: str, dtype: str, layout: str) -> None:
                         "mma": assembly.count("mma.sync"),
                         "cp_async": assembly.count("cp.async.cg") + assembly.count("cp.async.bulk"),
                         "tile_m": arguments.get("BLOCK_M"),
-                        "dot": "BLOCK_M" in arguments or "BLOCK_G" in arguments,
+                        "dot": "BLOCK_M" in arguments or "GROUP" in arguments,
                     }
                 ),
                 flush=True,

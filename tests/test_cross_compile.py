@@ -44,8 +44,12 @@ def compile_all(arch: str, dtype: str, layout: str) -> list[dict]:
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_kernels_compile_within_shared_memory(arch, dtype, layout):
     compiled = compile_all(arch, dtype, layout)
-    names = {record["kernel"] for record in compiled}
-    assert names == (KERNELS if layout == "paged" else KERNELS - {"_store_kv_kernel"})
+    expected = KERNELS if layout == "paged" else KERNELS - {"_store_kv_kernel"}
+    if arch == "sm_90" and dtype == "bfloat16":
+        expected = expected - {"_sparse_attention_tile_kernel"} | {
+            "_sparse_attention_hopper_kernel"
+        }
+    assert {record["kernel"] for record in compiled} == expected
     for record in compiled:
         assert record["shared"] <= SHARED_MEMORY[arch], record
         if dtype == "bfloat16" and record["dot"]:

@@ -19,8 +19,7 @@ _COUNTS = [
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-# Sorts after every block, and keeps its sign when shifted by a tile of tokens.
-_NO_BLOCK = tl.constexpr(2**22)
+_LARGEST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_METADATA)
@@ -242,7 +241,7 @@ def _sparse_attention_union_kernel(
 
     Writes ``tiles[tile] = (sequence, first row, end row, position shift)``, and per head ascending
     entries ``block << TILE_T | tokens that selected it`` and their counts: those wholly visible to
-    every token of the tile, and all. Ids are ranked by comparing all pairs, which needs no sort.
+    every token of the tile, and all. Limit: the latency of a small sort.
     """
     if PDL:
         gdc_wait()
@@ -266,20 +265,34 @@ def _sparse_attention_union_kernel(
     positions = rows + shift
     live = (ids >= 0) & (positions >= 0) & (ids <= positions // BLOCK_SIZE)
     live = live & (tl.zeros_like(e) + b < num_seqs)
-    ids = tl.where(live, ids, _NO_BLOCK)
-    # [BLOCK_E, BLOCK_E]
-    same = ids[:, None] == ids[None, :]
-    repeated = tl.sum((same & (e[None, :] < e[:, None])).to(tl.int32), 1) > 0
-    first = live & (repeated == 0)
-    members = tl.sum(tl.where(same, (1 << tokens)[None, :], 0), 1)
-    unique_ids = tl.where(first, ids, _NO_BLOCK)
-    rank = tl.sum((unique_ids[None, :] < ids[:, None]).to(tl.int32), 1)
+    # Equal ids come to stand side by side, and dead ones last.
+    keys = tl.sort(tl.where(live, ids << TILE_T | tokens, _LARGEST))
+    ids = keys >> TILE_T
+    live = keys < _LARGEST
+    bits = tl.where(live, 1 << (keys & ((1 << TILE_T) - 1)), 0)
+    # What a run of equal ids holds before an element and after it makes the whole run's tokens.
+    _, before = tl.associative_scan((ids, bits), 0, _or_within_run)
+    _, after = tl.associative_scan((ids, bits), 0, _or_within_run, reverse=True)
+    _, _, rank = tl.associative_scan((ids, ids, tl.full([BLOCK_E], 1, tl.int32)), 0, _count_runs)
     program = (tile * HEADS + head).to(tl.int64)
     l_ptr = lists_ptr + program * TILE_T * TOPK
-    tl.store(l_ptr + rank, (ids << TILE_T) | members, first)
+    tl.store(l_ptr + rank - 1, ids << TILE_T | before | after, live)
     whole = tl.maximum(row + shift + 1, 0) // BLOCK_SIZE
-    tl.store(counts_ptr + program * 2, tl.sum((unique_ids < whole).to(tl.int32)))
-    tl.store(counts_ptr + program * 2 + 1, tl.sum(first.to(tl.int32)))
+    tl.store(counts_ptr + program * 2, tl.max(tl.where(live & (ids < whole), rank, 0)))
+    tl.store(counts_ptr + program * 2 + 1, tl.max(tl.where(live, rank, 0)))
+
+
+@triton.jit
+def _or_within_run(left_id, left_bits, right_id, right_bits):
+    """Scan: bits of the elements so far that have the id of the latest."""
+    return right_id, tl.where(left_id == right_id, left_bits | right_bits, right_bits)
+
+
+@triton.jit
+def _count_runs(left_first, left_last, left_count, right_first, right_last, right_count):
+    """Scan: runs of equal ids among the elements so far."""
+    joined = (left_last == right_first).to(tl.int32)
+    return left_first, right_last, left_count + right_count - joined
 
 
 @triton.jit(

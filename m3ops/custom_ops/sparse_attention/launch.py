@@ -35,7 +35,6 @@ from .reference import sparse_attention_backward_reference as launch_sparse_atte
 
 __all__ = ["launch_sparse_attention", "launch_sparse_attention_backward"]
 
-UNION_WARPS = 4
 MAX_UNION_BLOCKS = 2**22
 """Block ids from here on do not fit into an entry of a union."""
 
@@ -169,7 +168,9 @@ def _attend_tiles(
 ) -> None:
     """The rows from `begin` on: first list what each tile selected, then walk the lists."""
     q, topk, heads_kv = inputs.q, inputs.block_ids.shape[2], inputs.heads_kv
-    rows, tile_t = q.shape[0], config.tile_t
+    rows = q.shape[0]
+    hopper = _hopper(inputs)
+    tile_t = config.tile_t if hopper is None else hopper.TILE_T
     tile_bytes = 4 * (heads_kv * (tile_t * topk + 2) + 4)
     chunk = max(1, max_scratch_bytes // tile_bytes) * tile_t
     tiles = num_tiles(min(chunk, rows - begin), tile_t, inputs.batch)
@@ -179,8 +180,24 @@ def _attend_tiles(
     for first in range(begin, rows, chunk):
         last = min(first + chunk, rows)
         tiles = num_tiles(last - first, tile_t, inputs.batch)
-        _launch_union(inputs, config, first, last, tiles, tile_rows, lists, counts)
-        _launch_tiles(inputs, config, tiles, tile_rows, lists, counts, out, lse)
+        listed = (tile_rows[:tiles], lists[:tiles], counts[:tiles])
+        _launch_union(inputs, tile_t, first, last, *listed)
+        if hopper is None:
+            _launch_tiles(inputs, config, *listed, out, lse)
+        else:
+            hopper.launch_hopper_attention(
+                q, inputs.k, inputs.v, *listed, inputs.batch, inputs.softmax_scale, out, lse
+            )
+
+
+def _hopper(inputs: _Inputs) -> Any:
+    """The launcher of the Hopper kernel, where that takes the inputs."""
+    if not supports_hopper(inputs.q.device):
+        return None
+    from .hopper import launch as hopper
+
+    q, k, v, _, batch, _ = inputs
+    return hopper if hopper.supports(q, k, v, batch, inputs.group) else None
 
 
 def _choose_splits(programs: int, topk: int, device: torch.device) -> int:
@@ -264,10 +281,9 @@ def _launch_merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Te
 
 def _launch_union(
     inputs: _Inputs,
-    config: TileConfig,
+    tile_t: int,
     begin: int,
     end: int,
-    tiles: int,
     tile_rows: Tensor,
     lists: Tensor,
     counts: Tensor,
@@ -276,7 +292,7 @@ def _launch_union(
     shared = ("cu_seqlens_q_ptr", "seqused_k_ptr", "num_seqs", "BLOCK_SIZE", "BLOCK_B")
     launch(
         _sparse_attention_union_kernel,
-        (tiles, inputs.heads_kv),
+        (tile_rows.shape[0], inputs.heads_kv),
         inputs.q.device,
         tiles_ptr=tile_rows,
         lists_ptr=lists,
@@ -284,9 +300,9 @@ def _launch_union(
         row_begin=begin,
         row_end=end,
         HEADS=inputs.heads_kv,
-        TILE_T=config.tile_t,
+        TILE_T=tile_t,
         BLOCK_E=next_power_of_2(lists.shape[2]),
-        num_warps=UNION_WARPS,
+        num_warps=1,
         **_id_args(inputs.block_ids),
         **{name: layout[name] for name in shared},
     )
@@ -295,7 +311,6 @@ def _launch_union(
 def _launch_tiles(
     inputs: _Inputs,
     config: TileConfig,
-    tiles: int,
     tile_rows: Tensor,
     lists: Tensor,
     counts: Tensor,
@@ -319,7 +334,7 @@ def _launch_tiles(
     tma = keys is not None and values is not None
     launch(
         _sparse_attention_tile_kernel,
-        (tiles * inputs.heads_kv,),
+        (tile_rows.shape[0] * inputs.heads_kv,),
         q.device,
         q_ptr=q,
         k=keys if tma else inputs.k,
@@ -336,7 +351,7 @@ def _launch_tiles(
         stride_o_h=out.stride(1),
         stride_l_t=lse.stride(0),
         stride_l_h=lse.stride(1),
-        num_tiles=tiles,
+        num_tiles=tile_rows.shape[0],
         HEADS=inputs.heads_kv,
         GROUP=inputs.group,
         DIM=q.shape[2],

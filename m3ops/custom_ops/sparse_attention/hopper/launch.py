@@ -1,0 +1,112 @@
+"""Launching the Gluon kernel of ``sparse_attention`` for Hopper."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....batch import PACKED, PAGED, Batch
+from ...common.launch import fetchable, head_stride, key_strides, run, supports_hopper
+from .kernels import _sparse_attention_hopper_kernel
+
+TILE_T = 8
+"""Tokens of a tile; each of the two warpgroups multiplies half of them."""
+
+BLOCK_SIZE, DIM, GROUP = 128, 128, 16
+"""The one geometry: a warpgroup's 64 rows are half a tile, and the rings fill shared memory."""
+
+STAGES = 3
+"""Blocks in flight, at least two."""
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, batch: Batch, group: int) -> bool:
+    """Whether the kernel takes these inputs; `softmax_scale` must also be positive."""
+    return (
+        supports_hopper(q.device)
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and k.dtype == v.dtype == q.dtype
+        and (batch.block_size, q.shape[2], v.shape[-1], group) == (BLOCK_SIZE, DIM, DIM, GROUP)
+        and fetchable(k)
+        and fetchable(v)
+    )
+
+
+def launch_hopper_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    lists: Tensor,
+    counts: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend to the listed blocks of each tile.
+
+    Args:
+        q, k, v, batch, softmax_scale: as the op has them.
+        tiles: int32 ``[tiles, 4]``: sequence, first row, end row, shift from row to position.
+        lists: int32 ``[tiles, Hkv, L]``: ascending ``block << TILE_T | tokens that selected it``.
+        counts: int32 ``[tiles, Hkv, 2]``: entries wholly visible to the tile, which come first,
+            and all.
+        out: ``[T, Hq, D]``, written for the rows of the tiles.
+        lse: float32 ``[T, Hq]``, likewise.
+    """
+    num_tiles, heads_kv, width = lists.shape
+    if num_tiles == 0:
+        return
+    table = batch.block_table
+    arguments = dict(
+        q_ptr=q,
+        k_desc=_descriptor(k, batch),
+        v_desc=_descriptor(v, batch),
+        out_ptr=out,
+        lse_ptr=lse,
+        tiles_ptr=tiles,
+        lists_ptr=lists,
+        counts_ptr=counts,
+        block_table_ptr=table,
+        first_key_ptr=batch.cu_seqlens_k if batch.layout == PACKED else batch.leftpad_k,
+        softmax_scale=softmax_scale,
+        stride_q_t=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_o_t=out.stride(0),
+        stride_o_h=out.stride(1),
+        stride_l_t=lse.stride(0),
+        stride_l_h=lse.stride(1),
+        stride_table_b=0 if table is None else table.stride(0),
+        num_seqs=batch.num_seqs,
+        num_pages=k.shape[0],
+        width=width,
+        HEADS_KV=heads_kv,
+        GROUP=GROUP,
+        TILE_T=TILE_T,
+        PAGED=batch.layout == PAGED,
+        PACKED=batch.layout == PACKED,
+        STAGES=STAGES,
+        OVERLAP=True,
+        num_warps=4,
+    )
+    run(_sparse_attention_hopper_kernel, (num_tiles * heads_kv,), q.device, arguments)
+
+
+def _descriptor(keys: Tensor, batch: Batch) -> TensorDescriptor:
+    """Keys or values as ``[pages or sequences, heads, tokens, D]``, fetched in whole blocks."""
+    stride_outer, stride_token = key_strides(batch, keys)
+    stride_h = head_stride(batch, keys)
+    outer, tokens, heads = 1, keys.shape[0], keys.shape[1]
+    if batch.layout == PAGED:
+        outer, heads, tokens = keys.shape[:3]
+    elif batch.layout != PACKED:
+        outer, tokens, heads = keys.shape[:3]
+    block_shape = [1, 1, BLOCK_SIZE, DIM]
+    element = gl.bfloat16 if keys.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(block_shape, element)
+    # One packed sequence of keys has no outer stride, but the copy engine wants one.
+    strides = [stride_outer or stride_token, stride_h, stride_token, 1]
+    return TensorDescriptor(keys, [outer, heads, tokens, DIM], strides, block_shape, layout)
