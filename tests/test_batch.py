@@ -256,6 +256,7 @@ def test_bounds_of_the_host_may_be_loose(target: Target) -> None:
     expected = run(inputs.batch, inputs)
     for max_seqlen_q, max_seqlen_k in ((3, 70), (4, 71), (100, 5000)):
         bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        assert all(map(torch.equal, run({**inputs.batch, **bounds}, inputs), expected))
+        # Another bound may choose another kernel, whose ids are the same and whose sums round anew.
+        torch.testing.assert_close(run({**inputs.batch, **bounds}, inputs), expected)
     scores = m3ops.index_score(inputs.index_q, inputs.index_k, **inputs.batch, max_seqlen_k=1000)
     assert scores.shape == (4, 2, 63)

@@ -1,0 +1,1 @@
+"""The benchmark harness: ``python benchmarks/run.py --help``."""
