@@ -174,7 +174,8 @@ def main(arch: str, dtype: str, layout: str) -> None:
     ) -> None:
         recorded.append((kernel, arguments))
 
-    common.run = hopper.run = record
+    common.run = record
+    hopper.run = record  # type: ignore[attr-defined]
     copies = target.backend == "cuda" and target.arch >= 90
     for module in (common, index_score, sparse_attention):
         module.supports_hopper = lambda device: copies  # type: ignore[attr-defined]
