@@ -121,19 +121,21 @@ def launch_sparse_attention(
     inputs = _Inputs(q, k, v, block_ids, batch, softmax_scale)
     rows = q.shape[0]
     config = _tile_config(q.dtype, inputs.group, batch.block_size, next_power_of_2(q.shape[2]))
-    few = decode_rows(batch, rows)
+    one_by_one = decode_rows(batch, rows)
+    if one_by_one == rows and _tiles_fill(inputs) and _hopper(inputs) is not None:
+        one_by_one = 0
     if (
         config is None
         or num_splits > 0
         or softmax_scale <= 0
         or batch.num_block_columns >= MAX_UNION_BLOCKS
     ):
-        few = rows
-    if few > 0:
-        _attend_rows(inputs, num_splits, max_scratch_bytes, few, out, lse)
-    if few < rows:
+        one_by_one = rows
+    if one_by_one > 0:
+        _attend_rows(inputs, num_splits, max_scratch_bytes, one_by_one, out, lse)
+    if one_by_one < rows:
         assert config is not None
-        _attend_tiles(inputs, config, max_scratch_bytes, few, out, lse)
+        _attend_tiles(inputs, config, max_scratch_bytes, one_by_one, out, lse)
 
 
 def _attend_rows(
@@ -188,6 +190,13 @@ def _attend_tiles(
             hopper.launch_hopper_attention(
                 q, inputs.k, inputs.v, *listed, inputs.batch, inputs.softmax_scale, out, lse
             )
+
+
+def _tiles_fill(inputs: _Inputs) -> bool:
+    """Whether speculative rows are worth a tile per sequence, which reads shared blocks once."""
+    queries = inputs.batch.max_seqlen_q
+    tiles = inputs.q.shape[0] // max(1, queries) * inputs.heads_kv
+    return queries > 1 and 3 * tiles >= num_multiprocessors(inputs.q.device)
 
 
 def _hopper(inputs: _Inputs) -> Any:

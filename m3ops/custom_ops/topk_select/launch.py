@@ -56,7 +56,7 @@ def launch_topk_select(
     }
     if topk <= MAX_SORTED and many_rows(rows, heads, scores.device):
         grid: tuple[int, ...] = (triton.cdiv(rows * heads, 64),)
-        kernel, arguments["BLOCK_R"], arguments["UNROLL"] = _topk_select_columns_kernel, 64, 8
+        kernel, arguments["BLOCK_R"], arguments["UNROLL"] = _topk_select_columns_kernel, 64, 16
         arguments["num_warps"] = 2
     elif columns > MAX_REGISTER_COLUMNS:
         grid = (rows * heads,)
