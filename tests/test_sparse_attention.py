@@ -82,7 +82,7 @@ def test_a_mixed_batch_in_float64() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_blocks_are_dense_causal_attention(target: Target, layout: str) -> None:
-    lengths = [(70, 1), (40, 9), (21, 21)]
+    lengths = target.scale([(70, 1), (40, 3), (5, 5)], [(70, 1), (40, 9), (21, 21)])
     inputs = make_inputs(lengths, layout=layout, device=target.device)
     out = attend(inputs, dense_ids(inputs))
     for b, sequence in enumerate(inputs.sequences):
@@ -97,7 +97,8 @@ def test_all_blocks_are_dense_causal_attention(target: Target, layout: str) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_given_outputs_are_written_in_full(target: Target, dtype: torch.dtype) -> None:
-    inputs = make_inputs(MIXED, dtype=dtype, device=target.device, padding_rows=3)
+    lengths = target.scale([(70, 1), (33, 3), (0, 1)], MIXED)
+    inputs = make_inputs(lengths, dtype=dtype, device=target.device, padding_rows=3)
     ids = random_ids(inputs, 3)
     rows, heads, dim = inputs.q.shape
     guarded = poisoned(rows + 2, heads + 1, dim + 8, dtype=dtype, device=target.device)
@@ -115,7 +116,8 @@ def test_given_outputs_are_written_in_full(target: Target, dtype: torch.dtype) -
 @pytest.mark.parametrize("strides", ["sliced", "transposed", "interleaved"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_change_no_bit(target: Target, layout: str, strides: str) -> None:
-    sequences = random_sequences([(70, 1), (33, 3), (30, 9)], device=target.device)
+    lengths = target.scale([(70, 1), (33, 3)], [(70, 1), (33, 3), (30, 9)])
+    sequences = random_sequences(lengths, device=target.device)
     plain = lay_out(sequences, layout=layout, padding_rows=2)
     twin = lay_out(sequences, layout=layout, padding_rows=2, strides=strides)
     ids = random_ids(plain, 3)
@@ -132,7 +134,9 @@ def test_garbage_around_the_keys_is_never_read(target: Target) -> None:
     for layout in LAYOUTS:
         runs = [
             attend_lse(lay_out(sequences, layout=layout, poison=poison, seed=seed), ids)
-            for seed, poison in enumerate((math.nan, 3e38, -math.inf))
+            for seed, poison in enumerate(
+                target.scale((math.nan, 3e38), (math.nan, 3e38, -math.inf))
+            )
         ]
         for run in runs:
             assert torch.equal(run[0], runs[0][0])
@@ -262,7 +266,8 @@ def test_naming_the_decode_part_changes_no_result(
 
 
 def test_runs_repeat_bit_for_bit(target: Target) -> None:
-    inputs = make_inputs(MIXED, dtype=torch.bfloat16, device=target.device)
+    lengths = target.scale([(70, 1), (33, 3), (40, 6)], MIXED)
+    inputs = make_inputs(lengths, dtype=torch.bfloat16, device=target.device)
     ids = random_ids(inputs, 3)
     first = attend_lse(inputs, ids)
     for _ in range(target.scale(1, 10)):
@@ -514,7 +519,7 @@ def test_gradcheck(layout: str, strides: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_match_the_oracle(target: Target, layout: str, dtype: torch.dtype) -> None:
-    lengths = [(70, 1), (0, 1), (33, 3), (30, 9), (2, 4), (0, 0)]
+    lengths = [(70, 1), (0, 1), (33, 3), (30, target.scale(2, 9)), (2, 4), (0, 0)]
     inputs = make_inputs(lengths, layout=layout, dtype=dtype, device=target.device, padding_rows=2)
     ids = random_ids(inputs, 3)
     dout = torch.randn_like(inputs.q)
