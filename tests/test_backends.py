@@ -14,7 +14,14 @@ import torch
 from conftest import HAS_CUDA, HAS_TRITON, INTERPRETED
 
 import m3ops
-from m3ops.testing import Inputs, make_inputs, random_ids
+from m3ops.testing import (
+    MIXED,
+    Inputs,
+    assert_attention,
+    assert_block_ids,
+    make_inputs,
+    random_ids,
+)
 
 
 @pytest.fixture
@@ -85,6 +92,22 @@ def test_the_reference_is_the_default_on_the_cpu(inputs: Inputs, computed_by: li
 def test_triton_is_the_default_on_a_gpu(computed_by: list[Any]) -> None:
     score(make_inputs([(40, 1)], device="cuda"))
     assert computed_by == [("triton", "index_score")]
+
+
+@pytest.mark.gpu
+def test_the_reference_runs_on_a_gpu_when_it_is_asked_for(computed_by: list[Any]) -> None:
+    inputs = make_inputs(MIXED, device="cuda", padding_rows=2)
+    with m3ops.use_backend("reference"):
+        ids = m3ops.select_blocks(inputs.index_q, inputs.index_k, **inputs.batch, topk=3)
+        out, lse = m3ops.sparse_attention(
+            inputs.q.requires_grad_(), inputs.k, inputs.v, ids, **inputs.batch, return_lse=True
+        )
+        # Backward passes of CUDA tensors run in another thread.
+        out.sum().backward()
+    assert_block_ids(ids, inputs, topk=3)
+    assert_attention(out.detach(), lse, inputs, ids)
+    assert {backend for backend, _ in computed_by} == {"reference"}
+    assert computed_by[-1][1] == "sparse_attention_backward"
 
 
 @pytest.mark.parametrize("backend", ["triton"])
