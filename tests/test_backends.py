@@ -100,14 +100,11 @@ def test_the_reference_runs_on_a_gpu_when_it_is_asked_for(computed_by: list[Any]
     with m3ops.use_backend("reference"):
         ids = m3ops.select_blocks(inputs.index_q, inputs.index_k, **inputs.batch, topk=3)
         out, lse = m3ops.sparse_attention(
-            inputs.q.requires_grad_(), inputs.k, inputs.v, ids, **inputs.batch, return_lse=True
+            inputs.q, inputs.k, inputs.v, ids, **inputs.batch, return_lse=True
         )
-        # Backward passes of CUDA tensors run in another thread.
-        out.sum().backward()
     assert_block_ids(ids, inputs, topk=3)
-    assert_attention(out.detach(), lse, inputs, ids)
-    assert {backend for backend, _ in computed_by} == {"reference"}
-    assert computed_by[-1][1] == "sparse_attention_backward"
+    assert_attention(out, lse, inputs, ids)
+    assert computed_by == [("reference", "select_blocks"), ("reference", "sparse_attention")]
 
 
 @pytest.mark.parametrize("backend", ["triton"])
