@@ -157,7 +157,7 @@ def check_no_grad(**tensors: Tensor) -> None:
             if tensor.requires_grad:
                 raise ValueError(
                     f"`{name}` must not require grad where results are written in place, got "
-                    "requires_grad=True: call without `out`, or under torch.no_grad()"
+                    "requires_grad=True: call under torch.no_grad()"
                 )
 
 
@@ -166,6 +166,8 @@ def check_offsets(cu_seqlens_q: Tensor, seqused_k: Tensor) -> None:
     check_dtype("seqused_k", seqused_k, torch.int32)
     check_shape("seqused_k", seqused_k, "[B]", (None,))
     check_shape("cu_seqlens_q", cu_seqlens_q, "[B+1]", (seqused_k.shape[0] + 1,))
+    check_rows("cu_seqlens_q", cu_seqlens_q)
+    check_rows("seqused_k", seqused_k)
     check_device("seqused_k", seqused_k, cu_seqlens_q.device)
 
 
@@ -224,6 +226,7 @@ def make_batch(
     elif cu_seqlens_k is not None:
         check_dtype("cu_seqlens_k", cu_seqlens_k, torch.int32)
         check_shape("cu_seqlens_k", cu_seqlens_k, "[B+1]", (num_seqs + 1,))
+        check_rows("cu_seqlens_k", cu_seqlens_k)
         names = ["Tk", *heads, "D"]
         check_shape(
             keys_name, keys, f"[{', '.join(names)}] (packed)", (None,) * (2 + num_head_axes)
@@ -245,6 +248,7 @@ def make_batch(
         if leftpad_k is not None:
             check_dtype("leftpad_k", leftpad_k, torch.int32)
             check_shape("leftpad_k", leftpad_k, "[B]", (num_seqs,))
+            check_rows("leftpad_k", leftpad_k)
         bound = keys.shape[1]
     for name, tensor in (
         (keys_name, keys),

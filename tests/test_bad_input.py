@@ -94,6 +94,8 @@ BATCH: list[tuple[Change, type[Exception], str]] = [
     (edit("seqused_k", lambda t: t[:, None]), ValueError, r"`seqused_k` .* got \[2, 1\]"),
     (edit("block_table", lambda t: t[:1]), ValueError, r"`block_table` must be \[B, W\]"),
     (edit("block_table", strided), ValueError, "`block_table` must have a last stride of 1"),
+    (edit("cu_seqlens_q", strided), ValueError, "`cu_seqlens_q` must have a last stride of 1"),
+    (edit("seqused_k", lambda t: t[:1].expand(2)), ValueError, "`seqused_k` must have a last str"),
     (edit("cu_seqlens_q", meta), ValueError, "must be on .*, got"),
     (edit("seqused_k", meta), ValueError, "`seqused_k` must be on cpu, got meta"),
     (edit("block_table", meta), ValueError, "`block_table` must be on cpu, got meta"),

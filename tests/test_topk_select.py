@@ -223,3 +223,19 @@ def test_sliced_counts(target: Target) -> None:
 def test_no_rows(target: Target) -> None:
     assert select(torch.empty(0, 2, 9), [], target, topk=4).shape == (0, 2, 4)
     assert select(torch.empty(2, 2, 0), [0, 0], target, topk=4).tolist() == [[[-1] * 4] * 2] * 2
+
+
+def test_the_search_ends_between_the_smallest_numbers(target: Target) -> None:
+    """Between -0 and the smallest negative number lies nothing, though their bits differ."""
+    tiny = 2.0**-149
+    scores = torch.tensor([[[1.0, -tiny, -tiny, -tiny, -5.0]]], device=target.device)
+    visible = torch.tensor([5], dtype=torch.int32, device=target.device)
+    ids = m3ops.topk_select(scores, visible, topk=2, local_blocks=0)
+    assert ids.tolist() == [[[0, 1]]]
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0, tiny, -tiny, 3e38])
+    scores = values[torch.randint(len(values), (40, 2, 70))].to(target.device)
+    visible = torch.full((40,), 70, dtype=torch.int32, device=target.device)
+    ids = m3ops.topk_select(scores, visible, topk=16)
+    rows = zip(scores.flatten(0, 1).tolist(), ids.flatten(0, 1).tolist(), strict=True)
+    for row, actual in rows:
+        assert actual == select_oracle(row, 70, 16, 0, 1)

@@ -30,6 +30,8 @@ def define_op(
     out_variant: bool = True,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
+    no_gradient: str = "block scores and block ids are not differentiable; detach its inputs, or "
+    "train the indexer with a loss of its own",
 ) -> None:
     """Register ``m3ops::name`` and, if asked for, the mutating ``m3ops::name_out``.
 
@@ -46,7 +48,8 @@ def define_op(
         allocate: all arguments but the outputs -> the uninitialised outputs.
         out_variant: whether to register ``name_out``.
         backward, setup_context: as in ``torch.library.register_autograd``. Without `backward`, one
-            that says that the op has no gradient.
+            that raises and says that the op has no gradient.
+        no_gradient: why it has none.
     """
     arguments = ", ".join(part for part in (inputs.format(batch=BATCH_SCHEMA), options) if part)
     batch_at = len(inputs.split("{batch}")[0].split(",")) - 1 if "{batch}" in inputs else None
@@ -68,7 +71,7 @@ def define_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}",
-        backward or _no_gradient(name),
+        backward or _no_gradient(name, no_gradient),
         setup_context=setup_context,
         lib=library,
     )
@@ -116,11 +119,8 @@ def _pack(args: tuple[Any, ...], batch_at: int | None) -> tuple[Any, ...]:
     return (*args[:batch_at], Batch(*args[batch_at:stop]), *args[stop:])
 
 
-def _no_gradient(name: str) -> Callable[..., Any]:
+def _no_gradient(name: str, why: str) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            f"m3ops::{name} has no gradient: block scores and block ids are not differentiable; "
-            "detach its inputs, or train the indexer with a loss of its own"
-        )
+        raise NotImplementedError(f"m3ops::{name} has no gradient: {why}")
 
     return backward

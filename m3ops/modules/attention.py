@@ -186,6 +186,14 @@ class MiniMaxM3SparseAttention(nn.Module):
                 f"{'none' if batch.block_table is None else 'one'} "
                 f"{'without' if cache is None else 'with'} a cache"
             )
+        if cache is not None:
+            sizes = (
+                None,
+                self.config.num_key_value_heads,
+                self.config.index_block_size,
+                self.config.head_dim,
+            )
+            check_shape("cache.k_cache", cache.k_cache, "[P, Hkv, N, D] of the layer", sizes)
         if workspace is not None and cache is None:
             raise ValueError("`workspace` must come with `cache`, got `cache=None`")
         return batch

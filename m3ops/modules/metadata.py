@@ -282,6 +282,7 @@ class BatchMetadata:
             # Without a cache, the keys are the rows of the call.
             "cu_seqlens_k": self.cu_seqlens_q if self.block_table is None else None,
             "max_seqlen_q": self.max_seqlen_q,
+            "max_seqlen_k": self.max_seqlen_q if self.block_table is None else None,
             "num_decode_seqs": self.num_decode_seqs,
             "num_decode_tokens": self.num_decode_tokens,
             "block_size": self.block_size,

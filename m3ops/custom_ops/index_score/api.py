@@ -61,7 +61,8 @@ def index_score(
         block_size: ``N``, tokens of a block and of a page.
         num_splits: parts the blocks of one row are scored in; 0 to choose by size and device. The
             scores are the same bits for every value.
-        out: float32 ``[T, Hi, NB]`` to write into, any strides, ``NB >= ceil(max_seqlen_k / N)``.
+        out: float32 ``[T, Hi, NB]`` to write into, any strides, ``NB >= ceil(max_seqlen_k / N)``;
+            overlaps no input.
 
     Returns:
         float32 ``[T, Hi, NB]``, `out` if given. Columns past a row's visible blocks are
@@ -89,7 +90,7 @@ def index_score(
     check_at_least("num_splits", num_splits, 0)
     if out is None:
         return torch.ops.m3ops.index_score(index_q, index_k, *batch, num_splits)
-    check_no_grad(index_q=index_q, index_k=index_k)
+    check_no_grad(index_q=index_q, index_k=index_k, out=out)
     check_dtype("out", out, torch.float32)
     check_device("out", out, index_q.device)
     check_shape("out", out, "[T, Hi, NB]", (index_q.shape[0], index_q.shape[1], None))
@@ -120,6 +121,8 @@ def check_index_inputs(
     """The checks that scoring and selecting share; returns the resolved batch."""
     check_shape("index_q", index_q, "[T, Hi, Di]", (None, None, None))
     check_floating("index_q", index_q)
+    check_at_least("index_q.shape[1]", index_q.shape[1], 1)
+    check_at_least("index_q.shape[2]", index_q.shape[2], 1)
     check_dtype("index_k", index_k, index_q.dtype)
     check_rows("index_q", index_q)
     check_rows("index_k", index_k)

@@ -76,7 +76,7 @@ def _index_score_kernel(
         return
     m = tl.arange(0, BLOCK_M)
     rows = row + m // HEADS
-    heads = m % HEADS
+    heads = (m % HEADS).to(tl.int64)
     live = (m < TILE_T * HEADS) & (rows < row_limit)
     # [BLOCK_M]
     positions = rows + shift
@@ -103,7 +103,7 @@ def _index_score_kernel(
     )
     if UPCAST:
         q = q.to(tl.float32)
-    s_offset = (rows - row_begin).to(tl.int64) * stride_s_t + heads.to(tl.int64) * stride_s_h
+    s_offset = (rows - row_begin).to(tl.int64) * stride_s_t + heads * stride_s_h
     # With one block a share, its page is looked up while the lengths are still on their way.
     if KEYS_FIRST:
         outer, token = block_coordinates(

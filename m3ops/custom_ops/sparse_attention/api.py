@@ -50,7 +50,7 @@ def sparse_attention(
     Attention, arXiv 2606.13392.
 
     Args:
-        q: ``[T, Hq, D]``.
+        q: ``[T, Hq, D]``; finite, as the visible keys and values must be.
         k: of `q`'s dtype, paged ``[P, Hkv, N, D]``, packed ``[Tk, Hkv, D]`` or batched
             ``[B, S, Hkv, D]``; any strides with the last one 1.
         v: like `k`, with strides of its own.
@@ -63,7 +63,7 @@ def sparse_attention(
             fixed number makes a row's bits independent of its batch.
         max_scratch_bytes: bound on temporary memory (bytes); one row is always allowed.
         return_lse: return the logsumexp too.
-        out: ``[T, Hq, D]`` to write into, of `q`'s dtype, last stride 1.
+        out: ``[T, Hq, D]`` to write into, of `q`'s dtype, last stride 1; overlaps no input.
         lse_out: float32 ``[T, Hq]`` to write into; needs `out`.
 
     Returns:
@@ -80,6 +80,8 @@ def sparse_attention(
     """
     check_shape("q", q, "[T, Hq, D]", (None, None, None))
     check_floating("q", q)
+    check_at_least("q.shape[1]", q.shape[1], 1)
+    check_at_least("q.shape[2]", q.shape[2], 1)
     for name, tensor in (("k", k), ("v", v)):
         check_dtype(name, tensor, q.dtype)
         check_rows(name, tensor)
@@ -123,7 +125,7 @@ def sparse_attention(
             raise ValueError("`lse_out` must come with `out`, got `out=None`")
         out, lse = torch.ops.m3ops.sparse_attention(q, k, v, block_ids, *batch, *options)
         return (out, lse) if return_lse else out
-    check_no_grad(q=q, k=k, v=v)
+    check_no_grad(q=q, k=k, v=v, out=out)
     check_dtype("out", out, q.dtype)
     check_shape("out", out, "[T, Hq, D]", (rows, heads_q, dim))
     check_rows("out", out)

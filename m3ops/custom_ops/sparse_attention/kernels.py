@@ -343,8 +343,9 @@ def _sparse_attention_tile_kernel(
 ):
     """The heads of one group of a tile of neighbouring tokens against the union of their blocks.
 
-    Rows of tokens that did not select a block pass it unchanged, so a row's result does not depend
-    on its neighbours' blocks. `softmax_scale` must be positive. Limit: the matrix units and L2.
+    Rows of tokens that did not select a block pass it with weights of 0, so a row's result does not
+    depend on its neighbours' blocks, as long as those are finite. `softmax_scale` must be positive.
+    Limit: the matrix units and L2.
     """
     if PDL:
         gdc_wait()
@@ -367,7 +368,7 @@ def _sparse_attention_tile_kernel(
     m = tl.arange(0, BLOCK_M)
     tokens = m // BLOCK_G
     rows = row + tokens
-    heads = head_kv * GROUP + m % BLOCK_G
+    heads = (head_kv * GROUP + m % BLOCK_G).to(tl.int64)
     live = (rows < row_limit) & (m % BLOCK_G < GROUP)
     positions = rows + shift
     last = tl.max(tl.where(live, positions, -1))
@@ -473,7 +474,8 @@ def _load_tile(
             tile = tl.where((n < num_keys)[:, None], tile, tl.zeros_like(tile))
     else:
         d = tl.arange(0, BLOCK_D)
-        offset = element_offset(outer, token, stride_outer, stride_token) + head * stride_h
+        offset = element_offset(outer, token, stride_outer, stride_token)
+        offset += tl.cast(head, tl.int64) * stride_h
         pointers = tensor + offset + n[:, None] * stride_token + d[None, :]
         mask = (d < DIM)[None, :]
         if MASKED:

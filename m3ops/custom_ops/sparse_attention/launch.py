@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...backends import interpreting
 from ...batch import PACKED, PAGED, Batch
 from ..common.launch import (
+    MAX_DECODE_QUERIES,
     check_sizes,
     decode_rows,
     fetchable,
@@ -34,9 +35,6 @@ from .kernels import (
 from .reference import sparse_attention_backward_reference as launch_sparse_attention_backward
 
 __all__ = ["launch_sparse_attention", "launch_sparse_attention_backward"]
-
-MAX_UNION_BLOCKS = 2**22
-"""Block ids from here on do not fit into an entry of a union."""
 
 
 class _Inputs(NamedTuple):
@@ -88,14 +86,10 @@ def _row_config(
     return RowConfig(block_g, min(block_size, 128), 4, 3 if alone else 2)
 
 
-def _tile_config(
-    dtype: torch.dtype, group: int, block_size: int, block_d: int
-) -> TileConfig | None:
-    """None where a tile would hold a single token."""
+def _tile_config(dtype: torch.dtype, group: int, block_size: int, block_d: int) -> TileConfig:
+    """A tile of fewer than two tokens is not worth its list."""
     block_g = next_power_of_2(group, 1)
     tile_t = min(16, (32 if dtype == torch.float32 else 64) // block_g)
-    if tile_t < 2:
-        return None
     if dtype == torch.float32:
         return TileConfig(tile_t, min(block_size, 32), 4, 1)
     return TileConfig(tile_t, min(block_size, 64), 4, 3 if block_d <= 128 else 2)
@@ -119,23 +113,21 @@ def launch_sparse_attention(
     """
     check_sizes("sparse_attention", q.dtype, batch.block_size, **{"head dim": q.shape[2]})
     inputs = _Inputs(q, k, v, block_ids, batch, softmax_scale)
-    rows = q.shape[0]
+    rows, hopper = q.shape[0], _hopper(inputs)
     config = _tile_config(q.dtype, inputs.group, batch.block_size, next_power_of_2(q.shape[2]))
-    one_by_one = decode_rows(batch, rows)
-    if one_by_one == rows and _tiles_fill(inputs) and _hopper(inputs) is not None:
-        one_by_one = 0
-    if (
-        config is None
-        or num_splits > 0
-        or softmax_scale <= 0
-        or batch.num_block_columns >= MAX_UNION_BLOCKS
-    ):
+    tile_t = config.tile_t if hopper is None else hopper.TILE_T
+    # Entries of a union hold a block and a bit per token of the tile.
+    entries_fit = batch.num_block_columns <= 2 ** (31 - tile_t)
+    if tile_t < 2 or num_splits > 0 or softmax_scale <= 0 or not entries_fit:
         one_by_one = rows
+    elif hopper is not None and _tiles_fill(inputs):
+        one_by_one = 0
+    else:
+        one_by_one = decode_rows(batch, rows)
     if one_by_one > 0:
         _attend_rows(inputs, num_splits, max_scratch_bytes, one_by_one, out, lse)
     if one_by_one < rows:
-        assert config is not None
-        _attend_tiles(inputs, config, max_scratch_bytes, one_by_one, out, lse)
+        _attend_tiles(inputs, config, hopper, tile_t, max_scratch_bytes, one_by_one, out, lse)
 
 
 def _attend_rows(
@@ -163,6 +155,8 @@ def _attend_rows(
 def _attend_tiles(
     inputs: _Inputs,
     config: TileConfig,
+    hopper: Any,
+    tile_t: int,
     max_scratch_bytes: int,
     begin: int,
     out: Tensor,
@@ -171,8 +165,6 @@ def _attend_tiles(
     """The rows from `begin` on: first list what each tile selected, then walk the lists."""
     q, topk, heads_kv = inputs.q, inputs.block_ids.shape[2], inputs.heads_kv
     rows = q.shape[0]
-    hopper = _hopper(inputs)
-    tile_t = config.tile_t if hopper is None else hopper.TILE_T
     tile_bytes = 4 * (heads_kv * (tile_t * topk + 2) + 4)
     chunk = max(1, max_scratch_bytes // tile_bytes) * tile_t
     tiles = num_tiles(min(chunk, rows - begin), tile_t, inputs.batch)
@@ -195,6 +187,8 @@ def _attend_tiles(
 def _tiles_fill(inputs: _Inputs) -> bool:
     """Whether speculative rows are worth a tile per sequence, which reads shared blocks once."""
     queries = inputs.batch.max_seqlen_q
+    if queries > MAX_DECODE_QUERIES:
+        return False
     tiles = inputs.q.shape[0] // max(1, queries) * inputs.heads_kv
     return queries > 1 and 3 * tiles >= num_multiprocessors(inputs.q.device)
 

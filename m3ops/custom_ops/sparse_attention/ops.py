@@ -81,4 +81,5 @@ define_op(
     outputs=("dq", "dk", "dv"),
     allocate=_sparse_attention_backward_fake,
     out_variant=False,
+    no_gradient="there is no second derivative of sparse attention",
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...batch import (
+    check_at_least,
     check_device,
     check_dtype,
     check_floating,
@@ -48,6 +49,7 @@ def store_kv(
     check_shape("slot_mapping", slot_mapping, "[T]", (rows,))
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_shape("k_cache", k_cache, "[P, Hkv, N, D]", (None, heads, None, dim))
+    check_at_least("k_cache.shape[2]", k_cache.shape[2], 1)
     check_shape("v_cache", v_cache, "[P, Hkv, N, D]", tuple(k_cache.shape))
     check_shape(
         "index_k_cache",
@@ -68,4 +70,5 @@ def store_kv(
         check_device(cache_name, cache, key.device)
     check_device("slot_mapping", slot_mapping, key.device)
     check_no_grad(key=key, value=value, index_key=index_key)
+    check_no_grad(k_cache=k_cache, v_cache=v_cache, index_k_cache=index_k_cache)
     torch.ops.m3ops.store_kv(key, value, index_key, slot_mapping, k_cache, v_cache, index_k_cache)

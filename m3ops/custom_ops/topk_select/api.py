@@ -24,7 +24,7 @@ def topk_select(
     `topk`; the rest by score, highest first, ties to the lower id. NaN ranks with -inf.
 
     Args:
-        scores: float32 ``[T, Hi, NB]``, any strides. Nothing at or past `num_valid_blocks` is read.
+        scores: float32 ``[T, Hi, NB]``, any strides. Nothing at or past `num_valid_blocks` counts.
         num_valid_blocks: int32 ``[T]``, visible blocks of each row; 0 or less for none.
         topk: ``K >= 1``, ids per row.
         init_blocks: first visible blocks that are always kept.

@@ -219,7 +219,7 @@ def _select_row(
         low = high
         reach = top
     step = 0
-    while (reach != wanted) & (low < high):
+    while (reach != wanted) & (low < high) & (step < 64):
         # Scores lie close together on their own scale, but only halving bits ends for certain.
         middle = 0.5 * low + 0.5 * high
         if (step >= 24) | ((middle > low) & (middle < high) == 0):
@@ -252,7 +252,9 @@ def _middle_bits(low, high):
     """A score halfway between two in the order of their bits; `low` if there is none between."""
     low_key, high_key = _order(low), _order(high)
     key = (low_key >> 1) + (high_key >> 1) + (low_key & high_key & 1)
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+    middle = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+    # -0 has bits of its own, but is not below +0.
+    return tl.where((middle > low) & (middle < high), middle, low)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["visible_ptr"])
@@ -286,7 +288,7 @@ def _topk_select_wide_kernel(
         gdc_launch_dependents()
     pid = tl.program_id(0)
     row = (pid // HEADS).to(tl.int64)
-    head = pid % HEADS
+    head = (pid % HEADS).to(tl.int64)
     visible = tl.load(visible_ptr + row * stride_v_t)
     visible = tl.minimum(tl.maximum(visible, 0), num_columns)
     wanted = tl.minimum(visible, TOPK)

@@ -178,7 +178,9 @@ def _attend(
     copy_d = gl.arange(0, DIM, gl.SliceLayout(0, COPY))[None, :]
     # [ROWS, DIM]
     q = gl.load(
-        q_ptr + copy_t.to(gl.int64) * stride_q_t + copy_h * stride_q_h + copy_d, copy_t < limit, 0.0
+        q_ptr + copy_t.to(gl.int64) * stride_q_t + copy_h.to(gl.int64) * stride_q_h + copy_d,
+        copy_t < limit,
+        0.0,
     )
     q_tile.store(q)
     fence_async_shared()
@@ -258,11 +260,15 @@ def _attend(
     divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
     lse = gl.where(weight_sum > 0, (top + gl.log2(divisor)) * _LN_2, float("-inf"))
     head = head_kv * GROUP + row % GROUP
-    gl.store(lse_ptr + token.to(gl.int64) * stride_l_t + head * stride_l_h, lse, mask=token < limit)
+    gl.store(
+        lse_ptr + token.to(gl.int64) * stride_l_t + head.to(gl.int64) * stride_l_h,
+        lse,
+        mask=token < limit,
+    )
     # Through shared memory, for whole lines.
     q_tile.store((acc * (1.0 / divisor)[:, None]).to(q_tile.dtype))
     gl.store(
-        out_ptr + copy_t.to(gl.int64) * stride_o_t + copy_h * stride_o_h + copy_d,
+        out_ptr + copy_t.to(gl.int64) * stride_o_t + copy_h.to(gl.int64) * stride_o_h + copy_d,
         q_tile.load(COPY),
         mask=copy_t < limit,
     )
