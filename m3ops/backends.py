@@ -56,9 +56,9 @@ def backends() -> dict[str, Backend]:
             reason,
             _triton_version(),
             "block sizes 16-256 (powers of two), head and index dims up to 256, float32, float16 "
-            "and bfloat16; gradients are a formula in PyTorch, not a kernel; two scores within rounding "
-            "of each other may rank differently than in "
-            "the reference",
+            "and bfloat16; gradients are a formula in PyTorch, not a kernel; two scores within "
+            "rounding of each other may rank differently than in the "
+            "reference",
         ),
     }
 

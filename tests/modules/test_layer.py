@@ -359,7 +359,10 @@ def bad_calls() -> dict[str, tuple[Callable[[MiniMaxM3SparseAttention], Any], st
             lambda m: m(x, paged(num_columns=5), cache, workspace=workspace),
             "`out` must have at least",
         ),
-        "another layer's cache": (lambda m: m(x, paged(), others_cache), "`k_cache` must be"),
+        "another layer's cache": (
+            lambda m: m(x, paged(), others_cache),
+            r"`cache.k_cache` must be .* of the layer = \[\*, 2, 16, 16\], got \[4, 2, 16, 32\]",
+        ),
         "rotary": (
             lambda m: m(x, batch(), position_embeddings=tables),
             r"`cos` must be \[T, rotary_dim\] = \[8, 8\], got \[8, 6\]",

@@ -15,6 +15,7 @@ _COUNTS = [
     "row_end",
     "stride_o_s",
     "stride_l_s",
+    "num_splits",
 ]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -57,12 +58,12 @@ def _sparse_attention_kernel(
     num_pages,
     row_begin,
     row_end,
+    num_splits,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LAYOUT: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -94,9 +95,9 @@ def _sparse_attention_kernel(
 
     # The ids and pages of this share are fetched at once: inside the loop, a load that waits for a
     # load that waits for a load would leave nothing to run ahead.
-    SHARE: tl.constexpr = (TOPK + NUM_SPLITS - 1) // NUM_SPLITS
+    share = (TOPK + num_splits - 1) // num_splits
     slots = tl.arange(0, BLOCK_K)
-    in_share = (slots >= split * SHARE) & (slots < (split + 1) * SHARE) & (slots < TOPK)
+    in_share = (slots >= split * share) & (slots < (split + 1) * share) & (slots < TOPK)
     ids = tl.load(
         ids_ptr + row * stride_i_t + head_kv * stride_i_h + slots * stride_i_k, in_share, -1
     )
@@ -120,7 +121,7 @@ def _sparse_attention_kernel(
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     PARTS: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    for step in range(split * SHARE * PARTS, (last_slot + 1) * PARTS):
+    for step in range(split * share * PARTS, (last_slot + 1) * PARTS):
         block = tl.sum(tl.where(slots == step // PARTS, ids, 0))
         n = step % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
         # [BLOCK_N]
@@ -158,7 +159,7 @@ def _sparse_attention_kernel(
     tl.store(l_ptr + heads * stride_l_h, lse, in_group)
 
 
-@triton.jit(do_not_specialize=["stride_po_s", "stride_pl_s"])
+@triton.jit(do_not_specialize=["stride_po_s", "stride_pl_s", "num_splits"])
 def _sparse_attention_merge_kernel(
     partial_out_ptr,
     partial_lse_ptr,
@@ -174,8 +175,8 @@ def _sparse_attention_merge_kernel(
     stride_o_h,
     stride_l_t,
     stride_l_h,
+    num_splits,
     DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -191,7 +192,7 @@ def _sparse_attention_merge_kernel(
     # [BLOCK_S]
     lses = tl.load(
         partial_lse_ptr + s * stride_pl_s + row * stride_pl_t + head * stride_pl_h,
-        mask=s < NUM_SPLITS,
+        mask=s < num_splits,
         other=float("-inf"),
     )
     top = tl.max(lses)
@@ -204,7 +205,7 @@ def _sparse_attention_merge_kernel(
         + row * stride_po_t
         + head * stride_po_h
         + d[None, :],
-        mask=(s < NUM_SPLITS)[:, None] & (d < DIM)[None, :],
+        mask=(s < num_splits)[:, None] & (d < DIM)[None, :],
         other=0.0,
     )
     divisor = tl.where(total > 0, total, 1.0)

@@ -149,7 +149,7 @@ def _attend_rows(
         end = min(begin + chunk, rows)
         parts = partial_out[:, : end - begin], partial_lse[:, : end - begin]
         _launch_rows(inputs, num_splits, begin, end, *parts)
-        _launch_merge(*parts, out[begin:end], lse[begin:end])
+        _launch_merge(topk, *parts, out[begin:end], lse[begin:end])
 
 
 def _attend_tiles(
@@ -240,7 +240,7 @@ def _launch_rows(
         row_end=end,
         GROUP=group,
         DIM=q.shape[2],
-        NUM_SPLITS=num_splits,
+        num_splits=num_splits,
         BLOCK_G=config.block_g,
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
@@ -254,7 +254,9 @@ def _launch_rows(
     )
 
 
-def _launch_merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+def _launch_merge(
+    topk: int, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor
+) -> None:
     num_splits, rows, heads, dim = partial_out.shape
     launch(
         _sparse_attention_merge_kernel,
@@ -275,8 +277,8 @@ def _launch_merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Te
         stride_l_t=lse.stride(0),
         stride_l_h=lse.stride(1),
         DIM=dim,
-        NUM_SPLITS=num_splits,
-        BLOCK_S=next_power_of_2(num_splits, 2),
+        num_splits=num_splits,
+        BLOCK_S=next_power_of_2(topk, 2),
         BLOCK_D=next_power_of_2(dim),
         num_warps=2,
     )
