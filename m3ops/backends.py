@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -148,6 +147,3 @@ def _triton_version() -> str:
         return version("triton")
     except PackageNotFoundError:
         return ""
-
-
-__all__: list[Any] = ["Backend", "backends", "use_backend"]
