@@ -52,7 +52,9 @@ def launch_hopper_score(
     end: int,
     columns: int,
 ) -> None:
-    """Score rows ``begin .. end`` as `launch_index_score_rows` does, in equal shares.
+    """Score rows ``begin .. end`` as `launch_index_score_rows` does.
+
+    Programs take equal shares of all blocks of all rows, so that there is no number of splits.
 
     Args:
         index_q, index_k, batch: as the op has them.
