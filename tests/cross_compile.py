@@ -205,7 +205,7 @@ def main(arch: str, dtype: str, layout: str) -> None:
                         "mma": assembly.count("mma.sync"),
                         "cp_async": assembly.count("cp.async.cg") + assembly.count("cp.async.bulk"),
                         "tile_m": arguments.get("BLOCK_M"),
-                        "dot": not {"BLOCK_M", "GROUP", "HEADS"}.isdisjoint(arguments),
+                        "dot": not {"BLOCK_M", "GROUP", "STAGES"}.isdisjoint(arguments),
                     }
                 ),
                 flush=True,
