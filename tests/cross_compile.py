@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from m3ops.batch import Batch
 from m3ops.custom_ops.common import launch as common
 from m3ops.custom_ops.index_score import launch as index_score
+from m3ops.custom_ops.index_score.hopper import launch as index_score_hopper
 from m3ops.custom_ops.select_blocks import launch as select_blocks
 from m3ops.custom_ops.sparse_attention import launch as sparse_attention
 from m3ops.custom_ops.sparse_attention.hopper import launch as hopper
@@ -181,6 +182,7 @@ def main(arch: str, dtype: str, layout: str) -> None:
         module.supports_hopper = lambda device: copies  # type: ignore[attr-defined]
     wgmma = target.backend == "cuda" and target.arch == 90 and dtype != "float32"
     sparse_attention._hopper = lambda inputs: hopper if wgmma else None
+    index_score._hopper = lambda *inputs: index_score_hopper if wgmma else None
     done = set()
     for what, call in launches(getattr(torch, dtype), layout == "paged"):
         recorded.clear()
@@ -203,7 +205,7 @@ def main(arch: str, dtype: str, layout: str) -> None:
                         "mma": assembly.count("mma.sync"),
                         "cp_async": assembly.count("cp.async.cg") + assembly.count("cp.async.bulk"),
                         "tile_m": arguments.get("BLOCK_M"),
-                        "dot": "BLOCK_M" in arguments or "GROUP" in arguments,
+                        "dot": not {"BLOCK_M", "GROUP", "STAGES"}.isdisjoint(arguments),
                     }
                 ),
                 flush=True,

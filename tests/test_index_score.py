@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +28,11 @@ from m3ops.testing import (
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+# What the kernel for Hopper takes, and a batch for it: prompts, chunks, a decode row, rows before
+# the first key, a sequence without queries. No length is that of a tile.
+HOPPER = Geometry(heads_q=4, heads_kv=4, index_dim=128, block_size=128)
+CHUNKS = ((300, 300), (1000, 70), (129, 1), (0, 0), (40, 64), (2100, 131), (5, 0), (17, 17))
 
 
 def score(inputs: Inputs, **options: Any) -> torch.Tensor:
@@ -230,3 +237,100 @@ def test_runs_repeat_bit_for_bit(target: Target) -> None:
     first = visible_scores(score(inputs), inputs)
     for _ in range(target.scale(1, 10)):
         assert torch.equal(visible_scores(score(inputs), inputs), first)
+
+
+@pytest.fixture
+def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The launcher for Hopper, which must have launched when the test ends."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs compute capability 9.x")
+    from m3ops.custom_ops.index_score.hopper import launch as launcher
+
+    launched = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
+        launched.append(grid)
+        plain(kernel, grid, device, **arguments)
+
+    plain = launcher.launch  # type: ignore[attr-defined]
+    monkeypatch.setattr(launcher, "launch", launch)
+    yield launcher
+    assert launched
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [2, 4, 8, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("hopper")
+def test_chunks_on_hopper_match_the_oracle(
+    device: torch.device, layout: str, heads: int, dtype: torch.dtype
+) -> None:
+    geometry = replace(HOPPER, heads_q=heads, heads_kv=heads)
+    inputs = make_inputs(
+        CHUNKS, geometry, layout=layout, dtype=dtype, device=device, padding_rows=70
+    )
+    assert_scores(score(inputs), inputs)
+    rows, columns = inputs.total_q, score(inputs).shape[2]
+    guarded = poisoned(rows + 2, heads, columns + 3, dtype=torch.float32, device=device)
+    inside = guarded[1:-1, :, :columns]
+    score(inputs, out=inside)
+    assert_scores(inside, inputs)
+    inside.fill_(math.nan)
+    assert guarded.isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [1, 3, 131, 1000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shares_on_hopper_change_no_bit(
+    device: torch.device,
+    hopper: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    programs: int,
+) -> None:
+    sequences = random_sequences(CHUNKS, HOPPER, device=device, dtype=torch.bfloat16)
+    inputs = lay_out(sequences, layout=layout, block_size=128, padding_rows=3)
+    together = score(inputs)
+    expected = visible_scores(together, inputs)
+    for b, (_, new) in enumerate(CHUNKS):
+        if new > 16:
+            alone = inputs.solo(b)
+            assert torch.equal(
+                visible_scores(score(alone), alone),
+                visible_scores(together[inputs.span(b)], alone),
+            )
+    monkeypatch.setattr(hopper, "num_multiprocessors", lambda device: programs)
+    for strides in ("contiguous", "sliced", "transposed", "interleaved"):
+        twin = lay_out(sequences, layout=layout, block_size=128, padding_rows=3, strides=strides)
+        rows_first = poisoned(*together.shape, dtype=torch.float32, device=device)
+        score(twin, out=rows_first, num_splits=programs)
+        assert torch.equal(visible_scores(rows_first, twin), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("hopper")
+def test_chunks_of_rows_on_hopper_select_the_same(device: torch.device, layout: str) -> None:
+    inputs = make_inputs(
+        CHUNKS, HOPPER, layout=layout, dtype=torch.bfloat16, device=device, padding_rows=70
+    )
+    ids = select(inputs, topk=4)
+    assert_block_ids(ids, inputs, topk=4)
+    row_bytes = score(inputs)[0].numel() * 4
+    for rows in (1, 100, 257):
+        assert torch.equal(select(inputs, topk=4, max_scratch_bytes=rows * row_bytes), ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("wild", "page"), [(2**31 - 1, -1), (-(2**31), 0)])
+@pytest.mark.usefixtures("hopper")
+def test_wild_pages_on_hopper_are_bounded(device: torch.device, wild: int, page: int) -> None:
+    inputs = make_inputs([(700, 150)], HOPPER, dtype=torch.bfloat16, device=device, poison=0.0)
+    table = inputs.batch["block_table"]
+    scores = []
+    for entry in (wild, page % len(inputs.index_k)):
+        table.fill_(entry)
+        scores.append(visible_scores(score(inputs), inputs))
+    assert torch.equal(*scores)

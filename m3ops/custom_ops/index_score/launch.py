@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -87,6 +88,13 @@ def _launch(
     end: int,
     decode: bool,
 ) -> None:
+    columns = scores.shape[2]
+    if batch.block_table is not None:
+        columns = min(columns, batch.block_table.shape[1])
+    hopper = None if decode else _hopper(index_q, index_k, batch)
+    if hopper is not None:
+        hopper.launch_hopper_score(index_q, index_k, batch, scores, visible, begin, end, columns)
+        return
     _, heads, dim = index_q.shape
     block_d = next_power_of_2(dim)
     config = _config(decode, index_q.dtype, heads, batch.block_size, block_d)
@@ -96,9 +104,6 @@ def _launch(
     scores_only = one_tile and visible is None
     tiles = batch.num_seqs if scores_only else num_tiles(end - begin, tile_t, batch)
     stride_outer, stride_token = key_strides(batch, index_k)
-    columns = scores.shape[2]
-    if batch.block_table is not None:
-        columns = min(columns, batch.block_table.shape[1])
     if num_splits == 0:
         busy = triton.cdiv(end - begin, tile_t)
         slots = config.programs_per_multiprocessor * num_multiprocessors(index_q.device)
@@ -137,6 +142,15 @@ def _launch(
         num_stages=config.num_stages,
         **layout_args(batch, index_k),
     )
+
+
+def _hopper(index_q: Tensor, index_k: Tensor, batch: Batch) -> Any:
+    """The launcher of the kernel for Hopper, where it takes these inputs."""
+    if not supports_hopper(index_q.device):
+        return None
+    from .hopper import launch as hopper
+
+    return hopper if hopper.supports(index_q, index_k, batch) else None
 
 
 def _descriptor(

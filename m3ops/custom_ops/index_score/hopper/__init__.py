@@ -1,0 +1,1 @@
+"""Prefill scores on Hopper, with warps that copy and warps that multiply."""
