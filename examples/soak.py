@@ -194,7 +194,7 @@ class Bucket:
             self.results = self.run(self.tokens, self.batch)
 
     def step(self, chunks: Sequence[Chunk], table: Tensor) -> tuple[Tensor, Tensor]:
-        """``(out, block_ids)`` of the bucket, until its next step."""
+        """``(out, block_ids)``, until the next step: captured graphs share their memory."""
         lengths = [len(chunk.tokens) for chunk in chunks]
         self.batch.update_(lengths, [chunk.context for chunk in chunks], table)
         tokens = np.zeros(self.shape.num_tokens, dtype=np.int64)

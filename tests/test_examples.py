@@ -200,6 +200,20 @@ def test_soak_passes(tmp_path: Path) -> None:
     assert result["rows_compared"] > result["sequences_compared"] >= 30
 
 
+@needs_extra
+@pytest.mark.gpu
+def test_soak_passes_in_captured_graphs(tmp_path: Path) -> None:
+    status, output, result = run_example(
+        "soak.py", tmp_path, "--device", "cuda", "--steps", "300", "--seed", "1"
+    )
+    assert status == 0, output
+    assert result["passed"] and result["backend"] == "triton"
+    assert {"decode", "drafts", "mixed"} <= set(result["steps_by_kind"])
+    assert result["memory"]["end"]["device"] > 0
+    for name in ("finished", "rejected", "pages_reused", "prefixes_shared"):
+        assert result[name] > 0, name
+
+
 @pytest.fixture
 def soak(example: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server under way, uncompiled, that compares every sequence of every step."""
