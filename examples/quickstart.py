@@ -144,8 +144,8 @@ def main(
     ] = None,
 ) -> None:
     """Read a text with one MiniMax-M3 attention layer and check every output."""
-    _check_writable("--json", json_file)
-    _check_writable("--plot", plot_file, PLOT_TYPES)
+    check_writable("--json", json_file)
+    check_writable("--plot", plot_file, PLOT_TYPES)
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter(
             f"torch {torch.__version__} finds no CUDA device here", param_hint="--device"
@@ -335,7 +335,7 @@ def progress(items: Sequence[T], what: str) -> Iterable[T]:
     return tqdm(items, what, leave=False, disable=None)
 
 
-def _check_writable(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
+def check_writable(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
     if path is None:
         return
     if not path.absolute().parent.is_dir():

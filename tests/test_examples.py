@@ -1,5 +1,6 @@
-"""The quickstart, its way of failing, its own checks, and the README's example."""
+"""The quickstart and the soak, their ways of failing and their checks; the README's example."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -8,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,11 +41,17 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run_quickstart(folder: Path, *options: str, **environ: str) -> tuple[int, str, dict[str, Any]]:
+    return run_example("quickstart.py", folder, "--hidden-size", "32", *options, **environ)
+
+
+def run_example(
+    script: str, folder: Path, *options: str, **environ: str
+) -> tuple[int, str, dict[str, Any]]:
     """Exit status, output and JSON results of a run in a process of its own."""
     result_file = folder / "result.json"
-    command = [sys.executable, str(EXAMPLES / "quickstart.py"), "--json", str(result_file)]
+    command = [sys.executable, str(EXAMPLES / script), "--json", str(result_file)]
     run = subprocess.run(
-        [*command, "--hidden-size", "32", *options],
+        [*command, *options],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environ},
         stdout=subprocess.PIPE,
@@ -97,6 +105,15 @@ def test_quickstart_fails_over_budget_and_runs_without_a_compiler(tmp_path: Path
     assert result["graphs"] == 2
 
 
+def invoke(main: Callable[..., None], options: list[str]) -> Any:
+    """The result of a command line in this process."""
+    typer = importlib.import_module("typer")
+    testing = importlib.import_module("typer.testing")
+    app = typer.Typer()
+    app.command()(main)
+    return testing.CliRunner().invoke(app, options, env={"COLUMNS": "400"})
+
+
 @needs_extra
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -115,11 +132,7 @@ def test_quickstart_fails_over_budget_and_runs_without_a_compiler(tmp_path: Path
     ],
 )
 def test_quickstart_refuses(example: Any, options: list[str], message: str) -> None:
-    typer = importlib.import_module("typer")
-    testing = importlib.import_module("typer.testing")
-    app = typer.Typer()
-    app.command()(example("quickstart").main)
-    result = testing.CliRunner().invoke(app, options, env={"COLUMNS": "400"})
+    result = invoke(example("quickstart").main, options)
     assert result.exit_code == 2
     assert message in result.output
 
@@ -166,6 +179,231 @@ def test_comparison_does_not_lose_nan(example: Any, place: int) -> None:
         error.add(torch.full((2,), math.nan if row == place else 1.0))
     check = comparison.Check("error", error.largest, 10.0)
     assert math.isnan(error.largest) and math.isnan(error.rms) and not check.passed
+
+
+# The soak.
+
+
+@needs_extra
+@pytest.mark.timeout(600)
+def test_soak_passes(tmp_path: Path) -> None:
+    status, output, result = run_example("soak.py", tmp_path, "--steps", "40")
+    assert status == 0, output
+    assert result["passed"] and all(check["passed"] for check in result["checks"])
+    assert result["mismatches"] == result["page_errors"] == []
+    assert result["recompilations"] == 0 and result["buckets"] == 10
+    assert sum(result["steps_by_kind"].values()) == result["steps"] == 40
+    # What it is there for happened.
+    assert {"mixed", "drafts"} <= set(result["steps_by_kind"])
+    for name in ("finished", "rejected", "pages_reused", "pages_rolled_back", "prefixes_shared"):
+        assert result[name] > 0, name
+    assert result["rows_compared"] > result["sequences_compared"] >= 30
+
+
+@needs_extra
+@pytest.mark.gpu
+def test_soak_passes_in_captured_graphs(tmp_path: Path) -> None:
+    status, output, result = run_example(
+        "soak.py", tmp_path, "--device", "cuda", "--steps", "300", "--seed", "1"
+    )
+    assert status == 0, output
+    assert result["passed"] and result["backend"] == "triton"
+    assert {"decode", "drafts", "mixed"} <= set(result["steps_by_kind"])
+    assert result["memory"]["end"]["device"] > 0
+    for name in ("finished", "rejected", "pages_reused", "prefixes_shared"):
+        assert result[name] > 0, name
+
+
+@pytest.fixture
+def soak(example: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server under way, uncompiled, that compares every sequence of every step."""
+    module = example("soak")
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    with torch.no_grad():
+        server = module.Soak(
+            module.SETUPS[module.Size.small], torch.device("cpu"), torch.float32, samples=100.0
+        )
+        while len(server.scheduler.running) < 3:
+            server.step()
+        assert server.compared and not server.mismatches and not server.page_errors
+        yield server
+
+
+def run_until(done: Callable[[], Any], soak: Any) -> None:
+    for _ in range(200):
+        if done():
+            return
+        soak.step()
+    raise AssertionError("what the test waits for did not happen")
+
+
+def corrupt_value(soak: Any) -> None:
+    """One channel of one token in a page that the next step attends to."""
+    requests = soak.scheduler.running
+
+    def inside_a_page() -> list[Any]:
+        return [r for r in requests if r.decodes and r.computed % 16 > 0]
+
+    run_until(inside_a_page, soak)
+    page = inside_a_page()[0].pages[-1]
+    soak.model.cache.v_cache[page, :, 0, 0] += 1
+
+
+def corrupt_index_keys(soak: Any) -> None:
+    """Of a sequence that has blocks to leave out, those of some blocks."""
+    requests = soak.scheduler.running
+
+    def long() -> list[Any]:
+        return [r for r in requests if r.decodes and len(r.pages) > 12]
+
+    run_until(long, soak)
+    pages = long()[0].pages[:6]
+    soak.model.cache.index_k_cache[pages] *= -1
+
+
+def keep_wrong_drafts(soak: Any) -> None:
+    """A rollback forgotten: tokens that were rejected stay in the cache."""
+    scheduler = soak.scheduler
+    plan = scheduler.plan
+    scheduler.plan = lambda: [
+        dataclasses.replace(chunk, right=len(chunk.tokens)) for chunk in plan()
+    ]
+    before = scheduler.counts["tokens"]
+    run_until(lambda: scheduler.counts["tokens"] > before + 500, soak)
+
+
+def change_lengths(by: int) -> Callable[[Any], None]:
+    """Sequences that seem longer, or shorter, than they are, though by no page."""
+
+    def fault(soak: Any) -> None:
+        def run(tokens: Any, batch: Any) -> Any:
+            lengths = batch.seqused_k
+            wrong = lengths + by * (lengths % 16 > 1).int()
+            return soak.model(tokens, dataclasses.replace(batch, seqused_k=wrong))
+
+        for bucket in soak.buckets:
+            bucket.run = run
+
+    return fault
+
+
+def name_a_foreign_page(soak: Any) -> None:
+    """A sequence whose blocks are all kept reads a page of another one."""
+    requests = soak.scheduler.running
+
+    def several() -> list[Any]:
+        return [r for r in requests if r.decodes and 1 < len(r.pages) <= 4]
+
+    run_until(lambda: several() and len(requests) > 1, soak)
+    request = several()[0]
+    other = next(r for r in requests if r is not request)
+    soak.scheduler.block_table[request.row, 0] = other.pages[-1]
+
+
+def write_into_padding(soak: Any) -> None:
+    for bucket in soak.buckets:
+
+        def run(tokens: Any, batch: Any) -> Any:
+            out, block_ids = soak.model(tokens, batch)
+            out[-1, 0] += 1
+            return out, block_ids
+
+        bucket.run = run
+
+
+@needs_extra
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (corrupt_value, "`out`: the largest error"),
+        (corrupt_index_keys, "blocks were left out"),
+        (keep_wrong_drafts, "`out`: the largest error"),
+        (change_lengths(1), "`out` is NaN"),
+        (change_lengths(-1), "`out`: the largest error"),
+        (name_a_foreign_page, "`out`"),
+        (write_into_padding, "padding rows are not empty"),
+    ],
+    ids=["value", "index keys", "drafts", "longer", "shorter", "foreign page", "padding"],
+)
+def test_soak_notices_a_wrong_result(soak: Any, fault: Callable[[Any], None], message: str) -> None:
+    fault(soak)
+    run_until(lambda: any(message in mismatch for mismatch in soak.mismatches), soak)
+
+
+@needs_extra
+def test_soak_overwrites_freed_pages(soak: Any) -> None:
+    """A page that went to another sequence too early shows as NaN there."""
+    scheduler = soak.scheduler
+    run_until(lambda: any(r.decodes for r in scheduler.running), soak)
+    request = next(r for r in scheduler.running if r.decodes)
+    scheduler.pool.freed.append(request.pages[-1] if request.computed % 16 else request.pages[0])
+    run_until(lambda: any("NaN" in mismatch for mismatch in soak.mismatches), soak)
+
+
+@needs_extra
+@pytest.mark.parametrize("fault", ["taken twice", "lost", "shared and written"])
+def test_soak_notices_wrong_page_accounting(soak: Any, fault: str) -> None:
+    scheduler = soak.scheduler
+    run_until(lambda: any(r.decodes and r.pages for r in scheduler.running), soak)
+    request = next(r for r in scheduler.running if r.decodes and r.pages)
+    if fault == "taken twice":
+        scheduler.pool.free.append(request.pages[-1])
+    elif fault == "lost":
+        scheduler.pool.free.pop()
+    else:
+        scheduler.pool.share(request.pages)
+    soak.step()
+    assert soak.page_errors
+
+
+@needs_extra
+def test_soak_notices_a_page_that_does_not_come_back(soak: Any) -> None:
+    soak.scheduler.running[0].pages.pop()
+    soak.finish()
+    assert soak.page_errors
+
+
+@needs_extra
+def test_soak_counts_recompilations(example: Any) -> None:
+    module = example("soak")
+    with torch.no_grad():
+        server = module.Soak(module.SETUPS[module.Size.small], torch.device("cpu"), torch.float32)
+        assert server.recompilations() == 0
+        # A graph of its own for a single token.
+        one = module.Shape("decode", 1, 2, 1, None)
+        module.Bucket(server.buckets[0].run, one, server.scheduler.load, torch.device("cpu"))
+    assert server.recompilations() == 1
+
+
+@needs_extra
+def test_soak_fails_where_memory_grows(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = example("soak")
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    held = iter(range(0, 1000, 33))
+    monkeypatch.setattr(module, "_resident_bytes", lambda: next(held) * 2**20)
+    result = invoke(module.main, ["--steps", "25"])
+    assert result.exit_code == 1
+    assert "FAILED: host memory grown (MiB)" in result.output
+
+
+@needs_extra
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--samples", "0"], "--samples"),
+        (["--json", "missing/result.json"], "no folder missing"),
+        pytest.param(
+            ["--device", "cuda"],
+            "finds no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device"),
+        ),
+    ],
+)
+def test_soak_refuses(example: Any, options: list[str], message: str) -> None:
+    result = invoke(example("soak").main, options)
+    assert result.exit_code == 2
+    assert message in result.output
 
 
 def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

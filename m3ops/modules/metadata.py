@@ -165,7 +165,7 @@ class BatchMetadata:
         cu_seqlens_q = F.pad(query.cumsum(0), (1, num_seqs - count))
         cu_seqlens_q[count + 1 :] = total
         sequence = torch.repeat_interleave(query)
-        positions = context[sequence] + torch.arange(total) - cu_seqlens_q[sequence]
+        positions = context[sequence] + torch.arange(total, device="cpu") - cu_seqlens_q[sequence]
         padding = (0, num_tokens - total)
         table = slots = None
         if block_table is None:
@@ -327,7 +327,9 @@ def _lengths(
         )
     for name, lens in (("query_lens", query_lens), ("context_lens", context_lens)):
         check_at_least(f"min({name})", min(lens, default=0), 0)
-    return torch.tensor(query_lens).long(), torch.tensor(context_lens).long()
+    # Not on the default device, which may be another one.
+    query, context = (torch.tensor(lens, device="cpu") for lens in (query_lens, context_lens))
+    return query.long(), context.long()
 
 
 def _page_table(
@@ -341,12 +343,12 @@ def _page_table(
                 f"got {list(block_table.shape)} on {block_table.device}"
             )
         pages = block_table.long()
-        widths = torch.full((len(pages),), pages.shape[1])
+        widths = torch.full((len(pages),), pages.shape[1], device="cpu")
     else:
-        widths = torch.tensor([len(row) for row in block_table]).long()
+        widths = torch.tensor([len(row) for row in block_table], device="cpu").long()
         longest = max(map(len, block_table), default=0)
         rows = [[*row, *[0] * (longest - len(row))] for row in block_table]
-        pages = torch.tensor(rows).long().reshape(len(rows), longest)
+        pages = torch.tensor(rows, device="cpu").long().reshape(len(rows), longest)
     if len(pages) != len(seqused):
         raise ValueError(
             f"`block_table` must have a row for each of the {len(seqused)} sequences, "
@@ -359,7 +361,7 @@ def _page_table(
             f"`block_table[{b}]` must have at least {int(needed[b])} pages for "
             f"{int(seqused[b])} tokens, got {int(widths[b])}"
         )
-    used = torch.arange(pages.shape[1]) < needed[:, None]
+    used = torch.arange(pages.shape[1], device="cpu") < needed[:, None]
     if (pages.where(used, 0) < 0).any():
         raise ValueError(f"`block_table` must hold pages of at least 0, got {pages.tolist()}")
     return pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -139,17 +140,26 @@ def run(
             kernel[grid](**arguments)
 
 
+# Triton's hook is one for all threads: another capture must not put back this one's.
+_hook_lock = threading.Lock()
+
+
 @contextmanager
 def _no_compilation(kernel: Any) -> Iterator[None]:
-    def refuse(**_: Any) -> bool:
+    """Refuse to compile in this thread; others, which capture nothing, go on as they would."""
+    runtime, capturing = triton.knobs.runtime, threading.get_ident()
+
+    def refuse(**arguments: Any) -> bool | None:
+        if threading.get_ident() != capturing:
+            return None if previous is None else previous(**arguments)
         raise RuntimeError(
             f"{kernel.__name__} must be compiled before a CUDA graph is captured, got its first "
             "use for these sizes inside a capture: call m3ops.warmup(...) or run the step once"
         )
 
-    runtime = triton.knobs.runtime
-    previous, runtime.jit_cache_hook = runtime.jit_cache_hook, refuse
-    try:
-        yield
-    finally:
-        runtime.jit_cache_hook = previous
+    with _hook_lock:
+        previous, runtime.jit_cache_hook = runtime.jit_cache_hook, refuse
+        try:
+            yield
+        finally:
+            runtime.jit_cache_hook = previous
