@@ -215,8 +215,7 @@ def _launch_rows(
     q, batch, group = inputs.q, inputs.batch, inputs.group
     block_d = next_power_of_2(q.shape[2])
     programs = (end - begin) * inputs.heads_kv * num_splits
-    several = num_splits < inputs.block_ids.shape[2]
-    alone = several and programs <= num_multiprocessors(q.device)
+    alone = programs <= num_multiprocessors(q.device)
     config = _row_config(q.dtype, group, batch.block_size, block_d, alone)
     launch(
         _sparse_attention_kernel,
