@@ -70,15 +70,16 @@ def backends() -> dict[str, Backend]:
             not fmha_sm100_reason,
             fmha_sm100_reason,
             fmha_sm100.version(),
-            "MiniMax's library on compute capability 10.x, only when asked for: nobody has run it "
-            "here. bfloat16, paged keys, blocks of 128 tokens and 1, 2, 4, 8 or 16 query heads per "
-            "KV head; anything else is refused. Triton computes what it lacks: decode rows, head "
-            "and index dims other than 128, selection of other than 16 or from 12288 and more "
-            "blocks, attention to other than 4, 8, 16 or 32. Lengths of prefill rows are read back "
-            "to the host to plan them, so inside the capture of a CUDA graph they are on Triton "
-            "too, all but the selection. Where its selection runs, ties at the last place go to no "
-            "fixed block, a visible -inf or NaN may be taken or not, and rows with NaN may get "
-            "fewer ids than they have blocks for",
+            "MiniMax's library on compute capability 10.x, only when asked for: untried on "
+            "one. bfloat16, paged keys, blocks of 128 tokens and 1, 2, 4, 8 or 16 query heads "
+            "per KV head; anything else is refused. Triton computes what it lacks: decode rows, "
+            "head and index dims other than 128, selection of other than 16 or from 12288 and more "
+            "blocks, attention to other than 4, 8, 16 or 32. Prefill rows are planned with lengths "
+            "read back to the host; inside the capture of a CUDA graph they are on Triton too, all "
+            "but the selection. Where the library selects, ties at the last place go to no fixed "
+            "block, a visible NaN or -inf may be taken or not, and a row with NaN may get too few "
+            "ids. Whether NaN in the unwritten slots of a page stays out of its attention is not "
+            "known",
         ),
     }
 
