@@ -399,10 +399,11 @@ def test_other_head_dims(library: Library, dim: int) -> None:
 def test_keys_that_cannot_be_fetched(library: Library) -> None:
     inputs = mixed(library.device, (300, 3))
     # Rows of 129 elements do not start at multiples of 16 bytes.
-    names = ("k", "v", "index_k")
-    wide = [torch.cat([keys, keys[..., :1]], -1) for keys in (inputs.k, inputs.v, inputs.index_k)]
-    narrow = {name: keys[..., :128] for name, keys in zip(names, wide, strict=True)}
-    inputs = dataclasses.replace(inputs, **narrow)
+    k, v, index_k = (
+        torch.cat([keys, keys[..., :1]], -1)[..., :128]
+        for keys in (inputs.k, inputs.v, inputs.index_k)
+    )
+    inputs = dataclasses.replace(inputs, k=k, v=v, index_k=index_k)
     ids = select(inputs)
     assert_block_ids(ids, inputs, topk=16)
     library.expect(SELECT)
