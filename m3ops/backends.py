@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-REFERENCE, TRITON = "reference", "triton"
+from .custom_ops.common import fmha_sm100
+
+REFERENCE, TRITON, FMHA_SM100 = "reference", "triton", "fmha_sm100"
+
+# What the library has nothing for, so that this backend computes it as Triton's does.
+_NOT_IN_FMHA_SM100 = ("store_kv", "sparse_attention_backward")
 
 _requested: ContextVar[str | None] = ContextVar("m3ops_backend", default=None)
 
@@ -40,6 +45,7 @@ class Backend:
 def backends() -> dict[str, Backend]:
     """The backends by name: whether each is usable on this machine, why not, and what differs."""
     reason = _triton_unusable()
+    fmha_sm100_reason = _fmha_sm100_unusable()
     return {
         REFERENCE: Backend(
             REFERENCE,
@@ -58,6 +64,22 @@ def backends() -> dict[str, Backend]:
             "and bfloat16; gradients are a formula in PyTorch, not a kernel; two scores within "
             "rounding of each other may rank differently than in the "
             "reference",
+        ),
+        FMHA_SM100: Backend(
+            FMHA_SM100,
+            not fmha_sm100_reason,
+            fmha_sm100_reason,
+            fmha_sm100.version(),
+            "MiniMax's library on compute capability 10.x, only when asked for: untried on "
+            "one. bfloat16, paged keys, blocks of 128 tokens and 1, 2, 4, 8 or 16 query heads "
+            "per KV head; anything else is refused. Triton computes what it lacks: decode rows, "
+            "head and index dims other than 128, selection of other than 16 or from 12288 and more "
+            "blocks, attention to other than 4, 8, 16 or 32. Prefill rows are planned with lengths "
+            "read back to the host; inside the capture of a CUDA graph they are on Triton too, all "
+            "but the selection. Where the library selects, ties at the last place go to no fixed "
+            "block, a visible NaN or -inf may be taken or not, and a row with NaN may get too few "
+            "ids. Whether NaN in the unwritten slots of a page stays out of its attention is not "
+            "known",
         ),
     }
 
@@ -96,6 +118,8 @@ def active_backend(device: torch.device) -> str:
             f"backend 'triton' was requested for tensors on {device}: it needs a CUDA or ROCm "
             "device, or TRITON_INTERPRET=1 set before Triton is imported"
         )
+    if name == FMHA_SM100 and (reason := fmha_sm100.unfit(device)):
+        raise RuntimeError(f"backend 'fmha_sm100' was requested for tensors on {device}: {reason}")
     return name
 
 
@@ -107,14 +131,20 @@ def implementation(op: str, device: torch.device) -> Callable[..., None]:
 @functools.cache
 def _load(backend: str, op: str) -> Callable[..., None]:
     package = f"m3ops.custom_ops.{op.removesuffix('_backward')}"
-    if backend == TRITON:
+    if backend == FMHA_SM100 and op not in _NOT_IN_FMHA_SM100:
+        return getattr(importlib.import_module(f"{package}.fmha_sm100"), f"{op}_fmha_sm100")
+    if backend in (TRITON, FMHA_SM100):
         launch = importlib.import_module(f"{package}.launch")
         return getattr(launch, f"launch_{op}")
     return getattr(importlib.import_module(f"{package}.reference"), f"{op}_reference")
 
 
 def _check_usable(name: str) -> None:
-    known: dict[str, Callable[[], str]] = {REFERENCE: str, TRITON: _triton_unusable}
+    known: dict[str, Callable[[], str]] = {
+        REFERENCE: str,
+        TRITON: _triton_unusable,
+        FMHA_SM100: _fmha_sm100_unusable,
+    }
     if name not in known:
         raise ValueError(f"backend must be one of {', '.join(known)}, got {name!r}")
     reason = known[name]()
@@ -138,6 +168,10 @@ def _triton_unusable() -> str:
     if not torch.cuda.is_available() and not interpreting():
         return "no CUDA or ROCm device is available (TRITON_INTERPRET=1 interprets on the CPU)"
     return ""
+
+
+def _fmha_sm100_unusable() -> str:
+    return fmha_sm100.unusable() or _triton_unusable()
 
 
 def _triton_version() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .backends import FMHA_SM100, active_backend
 from .batch import num_blocks
 from .custom_ops.index_score.api import index_score
 from .custom_ops.select_blocks.api import select_blocks
@@ -48,6 +49,8 @@ def warmup(
         "init_blocks": config.index_init_blocks,
         "local_blocks": config.index_local_blocks,
     }
+    # Rows before their sequence's first key are computed as all rows are inside a capture.
+    captured_too = active_backend(torch.device(device)) == FMHA_SM100
     k_cache, v_cache = (
         torch.zeros(1, heads, block, dim, dtype=dtype, device=device) for _ in range(2)
     )
@@ -64,7 +67,6 @@ def warmup(
         zeros: dict[str, Any] = {"dtype": torch.int32, "device": device}
         batch: dict[str, Any] = {
             "cu_seqlens_q": starts.clamp(max=total_q).to(**zeros),
-            "seqused_k": torch.full((num_seqs,), min(max_seqlen_q, block), **zeros),
             "block_table": torch.zeros(num_seqs, columns, **zeros),
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_k": max_seqlen_k,
@@ -76,12 +78,14 @@ def warmup(
         index_q = torch.zeros(total_q, heads, config.index_head_dim, **token)
         slots = torch.full((total_q,), -1, dtype=torch.int64, device=device)
         store_kv(kv, kv, index_q[:, 0], slots, k_cache, v_cache, index_k_cache)
-        block_ids = select_blocks(index_q, index_k_cache, **batch, **selection)
         # A workspace keeps the columns of a row side by side, at multiples of 16 bytes.
         padded = num_blocks(columns, 4) * 4
         workspace = torch.zeros(total_q, heads, padded, dtype=torch.float32, device=device)
         visible = torch.ones(total_q, **zeros)
-        for scores in (None, workspace):
-            scores = index_score(index_q, index_k_cache, **batch, out=scores)
-            topk_select(scores, visible, **selection)
-        sparse_attention(q, k_cache, v_cache, block_ids, **batch)
+        for seqused in (1, max_seqlen_q) if captured_too else (min(max_seqlen_q, block),):
+            batch["seqused_k"] = torch.full((num_seqs,), min(seqused, max_seqlen_k), **zeros)
+            block_ids = select_blocks(index_q, index_k_cache, **batch, **selection)
+            for scores in (None, workspace):
+                scores = index_score(index_q, index_k_cache, **batch, out=scores)
+                topk_select(scores, visible, **selection)
+            sparse_attention(q, k_cache, v_cache, block_ids, **batch)
