@@ -58,6 +58,31 @@ def num_blocks(num_keys: int, block_size: int) -> int:
     return (num_keys + block_size - 1) // block_size
 
 
+def storage_tokens(batch: Batch, keys: Tensor) -> int:
+    """Tokens that a sequence can have in its storage at most: no key is read behind them.
+
+    Those of a row of the block table, all packed rows, or one batched sequence.
+    """
+    if batch.layout == PAGED:
+        assert batch.block_table is not None
+        pages = batch.block_table.shape[1] if keys.shape[0] else 0
+        return min(pages * batch.block_size, 2**31 - 1)
+    return keys.shape[0 if batch.layout == PACKED else 1]
+
+
+def key_bounds(batch: Batch, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """First key of each sequence, and how many it can have, inside the storage in any case.
+
+    Returns:
+        Two int64 ``[B]`` (tokens), on the device of the batch.
+    """
+    tokens = storage_tokens(batch, keys)
+    first = batch.cu_seqlens_k[:-1] if batch.cu_seqlens_k is not None else batch.leftpad_k
+    first = torch.zeros_like(batch.seqused_k) if first is None else first
+    first = first.long().clamp(0, tokens)
+    return first, (tokens - first).clamp(max=batch.max_seqlen_k)
+
+
 def row_positions(
     cu_seqlens_q: Tensor, seqused_k: Tensor, total_q: int
 ) -> tuple[Tensor, Tensor, Tensor]:
