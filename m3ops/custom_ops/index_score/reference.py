@@ -53,9 +53,7 @@ def _block_scores(q: Tensor, keys: Tensor, positions: Tensor, block_size: int) -
     return torch.cat(scores)[: len(rows)].unflatten(0, (len(q), q.shape[1]))
 
 
-def _sequence_keys(
-    index_k: Tensor, batch: Batch, b: int, first_key: int, seqlen_k: int
-) -> Tensor:
+def _sequence_keys(index_k: Tensor, batch: Batch, b: int, first_key: int, seqlen_k: int) -> Tensor:
     """The keys ``[seqlen_k, Di]`` of sequence `b`, in order."""
     if batch.layout == PAGED:
         assert batch.block_table is not None

@@ -124,6 +124,7 @@ def _chunks(
         seen = seen & (keys <= position[rows, None, None]) & live[rows, None, None]
         keys = keys.where(seen, 0)
         at = sequence[rows, None, None]
+        index: tuple[Tensor, ...]
         if batch.layout == PAGED:
             assert table is not None
             pages = table[at, keys // batch.block_size].long().clamp(0, k.shape[0] - 1)
