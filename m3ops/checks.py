@@ -39,7 +39,8 @@ def check_mode(enabled: bool = True) -> Iterator[None]:
 
     A compiled function is checked too if its call stands inside the block. While a CUDA graph is
     captured nothing can be read back: these launches and the replays are not checked, and a
-    RuntimeWarning says so.
+    RuntimeWarning says so. Autograd runs the backward pass of a GPU in a thread of its own, where
+    only the environment variable counts.
 
     Args:
         enabled: False to switch the checks off.

@@ -227,7 +227,7 @@ def test_wild_query_offsets_reach_no_memory_outside(
     inputs = make_fenced(layout, ROUTES["tiles"], target, torch.float32)
     wild = changed(inputs, "cu_seqlens_q", slice(None), starts)
     rows, heads = inputs.index_q.shape[:2]
-    columns = 12
+    columns = 20
 
     def out(*sizes: int, dtype: torch.dtype) -> Tensor:
         return guard(torch.zeros(sizes, dtype=dtype, device=target.device))

@@ -165,11 +165,10 @@ class MiniMaxM3SparseAttention(nn.Module):
         num_seqs, seqlen = hidden.shape[:2]
         if position_embeddings is not None:
             cos, sin = _pair(position_embeddings)
-            for name, table in (("cos", cos), ("sin", sin)):
-                rows = num_seqs if table.ndim == 3 and table.shape[0] != 1 else 1
-                check_shape(name, table, "[B or 1, S, rotary_dim]", (rows, seqlen, None))
-            cos = cos.expand(num_seqs, -1, -1).flatten(0, 1)
-            position_embeddings = cos, sin.expand(num_seqs, -1, -1).flatten(0, 1)
+            position_embeddings = (
+                _flatten_table("cos", cos, num_seqs, seqlen),
+                _flatten_table("sin", sin, num_seqs, seqlen),
+            )
         if block_ids is not None:
             sizes = (num_seqs, seqlen, self.config.num_key_value_heads, None)
             check_shape("block_ids", block_ids, "[B, S, Hkv, K]", sizes)
@@ -226,3 +225,11 @@ def _pair(position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     check_floating("cos", cos)
     check_floating("sin", sin)
     return cos, sin
+
+
+def _flatten_table(name: str, table: Tensor, num_seqs: int, seqlen: int) -> Tensor:
+    """``[B * S, rotary_dim]`` from a table for each sequence, or from one for all of them."""
+    table = table[None] if table.ndim == 2 else table
+    rows = num_seqs if table.ndim == 3 and table.shape[0] != 1 else 1
+    check_shape(name, table, "[B or 1, S, rotary_dim]", (rows, seqlen, None))
+    return table.expand(num_seqs, -1, -1).flatten(0, 1)
