@@ -192,7 +192,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 def check_rows(name: str, tensor: Tensor) -> None:
     """The last stride must be 1 (or the axis so short that it does not matter)."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.ndim > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"`{name}` must have a last stride of 1, got strides {list(tensor.stride())}"
         )

@@ -56,7 +56,7 @@ def select(inputs: Inputs) -> Tensor:
     return m3ops.select_blocks(inputs.index_q, inputs.index_k, **inputs.batch, topk=3)
 
 
-def attend(inputs: Inputs, ids: Tensor | None = None) -> Tensor:
+def attend(inputs: Inputs, ids: Tensor | None = None) -> Any:
     given = torch.full((inputs.total_q, 2, 3), -1, dtype=torch.int32, device=inputs.q.device)
     ids = given if ids is None else ids
     return m3ops.sparse_attention(inputs.q, inputs.k, inputs.v, ids, **inputs.batch)
@@ -150,13 +150,14 @@ def test_wrong_counts_are_named(target: Target) -> None:
 )
 def test_wrong_slots_are_named(target: Target, slots: list[int], message: str) -> None:
     device = target.device
-    tokens = [torch.randn(4, *shape, device=device) for shape in ((2, 16), (2, 16), (8,))]
+    shapes = ((2, 16), (2, 16), (8,))
+    key, value, index_key = (torch.randn(4, *shape, device=device) for shape in shapes)
     caches = [torch.zeros(3, *s, device=device) for s in ((2, 16, 16), (2, 16, 16), (16, 8))]
     with m3ops.check_mode():
-        m3ops.store_kv(*tokens, torch.tensor([0, -1, 47, -1], device=device), *caches)
+        m3ops.store_kv(key, value, index_key, torch.tensor([0, -1, 47, -1], device=device), *caches)
         before = [cache.clone() for cache in caches]
         with pytest.raises(ValueError, match=rf"^m3ops::store_kv in check mode: .*{message}"):
-            m3ops.store_kv(*tokens, torch.tensor(slots, device=device), *caches)
+            m3ops.store_kv(key, value, index_key, torch.tensor(slots, device=device), *caches)
     assert all(map(torch.equal, caches, before))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,6 +39,12 @@ VICTIM = 1
 ROUTES = {"rows": [(70, 1), (60, 1), (33, 3)], "tiles": [(70, 1), (60, 9), (33, 9)]}
 
 GUARD = 1024
+
+on_gpu = pytest.mark.parametrize(
+    "target",
+    [pytest.param("triton", id="triton-gpu", marks=pytest.mark.gpu)],
+    indirect=True,
+)
 
 
 def guard(tensor: Tensor, fill: float | None = None) -> Tensor:
@@ -100,18 +106,29 @@ def make_fenced(
 
 
 def changed(inputs: Inputs, name: str, at: Any, value: Any) -> Inputs:
-    tensor = guard(inputs.batch[name], 0)
+    before = inputs.batch[name]
+    tensor = guard(before, int(memory_of(before).view(torch.int32)[0]))
     tensor[at] = torch.tensor(value, dtype=torch.int32, device=tensor.device)
     return dataclasses.replace(inputs, batch={**inputs.batch, name: tensor})
 
 
-def run(inputs: Inputs, ids: Tensor | None = None) -> list[Tensor]:
-    """Ids, outputs and lse; the ids are selected unless they are given."""
+class Results(NamedTuple):
+    """Ids, outputs and lse, and outputs and lse of two splits."""
+
+    ids: Tensor
+    out: Tensor
+    lse: Tensor
+    split_out: Tensor
+    split_lse: Tensor
+
+
+def run(inputs: Inputs, ids: Tensor | None = None) -> Results:
+    """The ids are selected unless they are given."""
     if ids is None:
         ids = m3ops.select_blocks(inputs.index_q, inputs.index_k, **inputs.batch, topk=TOPK)
-    results = [ids]
-    for num_splits in (0, 2):
-        results += m3ops.sparse_attention(
+
+    def attend(num_splits: int) -> Any:
+        return m3ops.sparse_attention(
             inputs.q,
             inputs.k,
             inputs.v,
@@ -120,10 +137,11 @@ def run(inputs: Inputs, ids: Tensor | None = None) -> list[Tensor]:
             num_splits=num_splits,
             return_lse=True,
         )
-    return results
+
+    return Results(ids, *attend(0), *attend(2))
 
 
-def assert_others_equal(results: list[Tensor], expected: list[Tensor], inputs: Inputs) -> None:
+def assert_others_equal(results: Results, expected: Results, inputs: Inputs) -> None:
     """Only the rows of the victim may differ, and nothing is NaN."""
     for result, wanted in zip(results, expected, strict=True):
         assert not result.isnan().any()
@@ -164,13 +182,13 @@ def test_wild_metadata_of_one_sequence_reach_neither_memory_nor_others(
     _, argument, at, values = WILD[name]
     inputs = make_fenced(layout, ROUTES[route], target, torch.float32)
     expected = run(inputs)
-    assert_attention(*expected[1:3], inputs, expected[0])
+    assert_attention(expected.out, expected.lse, inputs, expected.ids)
     for value in target.scale(values[:2], values):
         wild = changed(inputs, argument, at, value)
         assert_others_equal(run(wild), expected, inputs)
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("name", "layout"), WILD_CASES)
 def test_wild_metadata_at_the_models_own_sizes(
@@ -182,7 +200,7 @@ def test_wild_metadata_at_the_models_own_sizes(
     lengths = [(8 * keys, 8 * new if new > 3 else new) for keys, new in ROUTES[route]]
     inputs = make_fenced(layout, lengths, target, torch.bfloat16, geometry=geometry)
     expected = run(inputs)
-    assert_attention(*expected[1:3], inputs, expected[0])
+    assert_attention(expected.out, expected.lse, inputs, expected.ids)
     for value in values:
         assert_others_equal(run(changed(inputs, argument, at, value)), expected, inputs)
 
@@ -202,7 +220,7 @@ def test_wild_block_ids_reach_neither_memory_nor_others(
         assert_others_equal(results, expected, inputs)
         if value != 5:
             # They count as no block at all.
-            assert_attention(*results[1:3], inputs, wild)
+            assert_attention(results.out, results.lse, inputs, wild)
 
 
 @pytest.mark.parametrize(
@@ -285,12 +303,12 @@ def test_gradients_of_wild_metadata_stay_inside(target: Target, layout: str) -> 
 def test_a_cache_without_pages_is_not_read(target: Target) -> None:
     """Though the table names pages and the lengths say that there are keys."""
     inputs = make_inputs([(40, 1), (33, 3)], device=target.device)
-    none = [x[:0] for x in (inputs.k, inputs.v, inputs.index_k)]
-    ids = m3ops.select_blocks(inputs.index_q, none[2], **inputs.batch, topk=TOPK)
+    k, v, index_k = (x[:0] for x in (inputs.k, inputs.v, inputs.index_k))
+    ids = m3ops.select_blocks(inputs.index_q, index_k, **inputs.batch, topk=TOPK)
     assert ids.shape == (4, 2, TOPK)
     for num_splits in (0, 2):
         out, lse = m3ops.sparse_attention(
-            inputs.q, *none[:2], ids, **inputs.batch, num_splits=num_splits, return_lse=True
+            inputs.q, k, v, ids, **inputs.batch, num_splits=num_splits, return_lse=True
         )
         assert out.count_nonzero() == 0
         assert (lse == -math.inf).all()
@@ -311,9 +329,9 @@ def test_keys_that_end_with_their_tensor(target: Target, layout: str, dtype: tor
     cut = dataclasses.replace(inputs, k=tensors[0], v=tensors[1], index_k=tensors[2], batch=batch)
     assert_scores(m3ops.index_score(cut.index_q, cut.index_k, **batch), cut)
     results = run(cut)
-    assert_block_ids(results[0], cut, topk=TOPK)
-    assert_attention(*results[1:3], cut, results[0])
-    assert_attention(*results[3:], cut, results[0])
+    assert_block_ids(results.ids, cut, topk=TOPK)
+    assert_attention(results.out, results.lse, cut, results.ids)
+    assert_attention(results.split_out, results.split_lse, cut, results.ids)
 
 
 # Everything that lies around the buffers of a call.
@@ -324,7 +342,9 @@ def guard_all(inputs: Inputs) -> Inputs:
         name: guard(value, 0) if isinstance(value, Tensor) else value
         for name, value in inputs.batch.items()
     }
-    tensors = {name: guard(getattr(inputs, name)) for name in ("q", "index_q", "k", "v", "index_k")}
+    tensors: dict[str, Any] = {
+        name: guard(getattr(inputs, name)) for name in ("q", "index_q", "k", "v", "index_k")
+    }
     return dataclasses.replace(inputs, batch=batch, **tensors)
 
 
@@ -402,7 +422,8 @@ def test_guards_around_stored_tokens_and_caches(target: Target) -> None:
     ]
     slots = guard(torch.tensor([0, 47, -1, 48, LARGEST], device=target.device), 7)
     around = [memory_of(x).clone() for x in tokens]
-    m3ops.store_kv(*tokens, slots, *caches)
+    key, value, index_key = tokens
+    m3ops.store_kv(key, value, index_key, slots, *caches)
     assert all(map(torch.equal, map(memory_of, tokens), around))
     for cache, token in zip(caches, tokens, strict=True):
         assert cache.count_nonzero() == 2 * token[0].numel()
@@ -452,7 +473,7 @@ def test_no_bit_depends_on_what_others_keep(
             assert not result[rows].isnan().any()
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("new", [1, 300])
 def test_high_pages_of_a_dense_cache_beyond_two_to_the_31(target: Target, new: int) -> None:
     geometry = Geometry(heads_q=32, heads_kv=2, dim=128, index_dim=128, block_size=128)
@@ -472,10 +493,10 @@ def test_high_pages_of_a_dense_cache_beyond_two_to_the_31(target: Target, new: i
     batch = {**near.batch, "block_table": high.int()[None]}
     index_k = place(near.index_k, count)
     ids = m3ops.select_blocks(near.index_q, index_k, **batch, topk=TOPK)
-    assert torch.equal(ids, expected[0])
+    assert torch.equal(ids, expected.ids)
     del index_k
     k, v = place(near.k, count), place(near.v, count)
     assert k.numel() > 2**31
-    for num_splits, wanted in ((0, expected[1]), (2, expected[3])):
-        out = m3ops.sparse_attention(near.q, k, v, ids, **batch, num_splits=num_splits)
+    for num_splits, wanted in ((0, expected.out), (2, expected.split_out)):
+        out: Any = m3ops.sparse_attention(near.q, k, v, ids, **batch, num_splits=num_splits)
         assert torch.equal(out, wanted)

@@ -113,7 +113,7 @@ class MiniMaxM3SparseAttention(nn.Module):
             hidden, batch, position_embeddings, block_ids = self._flatten(
                 hidden, position_embeddings, block_ids
             )
-        batch = self._check(hidden, batch, cache, workspace)
+        batch = self._check(hidden, batch, cache, block_ids, workspace)
         if position_embeddings is None:
             position_embeddings = self.rotary_emb(hidden, batch.positions)
         cos, sin = _pair(position_embeddings)
@@ -127,8 +127,7 @@ class MiniMaxM3SparseAttention(nn.Module):
                     block_ids = self.indexer.select(index_q, index_k, batch)
         else:
             index_k = self.indexer.project_k(hidden, cos, sin)
-            if batch.slot_mapping is None:
-                raise ValueError("`batch.slot_mapping` must be [T] with a cache, got None")
+            assert batch.slot_mapping is not None
             k_cache, v_cache, index_k_cache = cache.k_cache, cache.v_cache, cache.index_k_cache
             store_kv(k, v, index_k, batch.slot_mapping, k_cache, v_cache, index_k_cache)
             k, v = k_cache, v_cache
@@ -181,8 +180,10 @@ class MiniMaxM3SparseAttention(nn.Module):
         hidden: Tensor,
         batch: BatchMetadata | None,
         cache: PagedKVCache | None,
+        block_ids: Tensor | None,
         workspace: Workspace | None,
     ) -> BatchMetadata:
+        """Refuse what the ops would refuse later, when the cache is written already."""
         if batch is None:
             raise ValueError("`batch` must come with `cache`, got None")
         check_shape(
@@ -210,8 +211,15 @@ class MiniMaxM3SparseAttention(nn.Module):
                 self.config.head_dim,
             )
             check_shape("cache.k_cache", cache.k_cache, "[P, Hkv, N, D] of the layer", sizes)
-        if workspace is not None and cache is None:
-            raise ValueError("`workspace` must come with `cache`, got `cache=None`")
+            if batch.slot_mapping is None:
+                raise ValueError("`batch.slot_mapping` must be [T] with a cache, got None")
+        if block_ids is not None:
+            shape = (batch.num_tokens, self.config.num_key_value_heads, None)
+            check_shape("block_ids", block_ids, "[T, Hkv, K]", shape)
+        if workspace is not None:
+            if cache is None:
+                raise ValueError("`workspace` must come with `cache`, got `cache=None`")
+            workspace.check_fits(self.config, batch)
         return batch
 
 

@@ -66,9 +66,10 @@ class Workspace(nn.Module):
         """Refuse a layer or a step that the buffers are not for.
 
         Raises:
-            ValueError: they have other heads or another top-k than the layer, too few block
+            ValueError: they have other heads or another top-k than the layer, too few rows or block
                 columns for the step, or lie on another device.
         """
+        self._check_rows(batch.num_tokens)
         check_device("workspace", self.scores, batch.seqused_k.device)
         sizes = (self.scores.shape[1], self.block_ids.shape[2])
         expected = (config.index_n_heads, config.index_topk_blocks)
@@ -90,12 +91,15 @@ class Workspace(nn.Module):
         Raises:
             ValueError: there are not that many.
         """
+        self._check_rows(num_tokens)
+        return self.scores[:num_tokens], self.block_ids[:num_tokens]
+
+    def _check_rows(self, num_tokens: int) -> None:
         max_tokens = self.scores.shape[0] - 1
         if num_tokens > max_tokens:
             raise ValueError(
                 f"`workspace` must have at least T = {num_tokens} rows, got {max_tokens}"
             )
-        return self.scores[:num_tokens], self.block_ids[:num_tokens]
 
     def extra_repr(self) -> str:
         rows, heads, columns = self.scores.shape
