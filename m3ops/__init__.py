@@ -2,6 +2,7 @@
 
 from .backends import Backend, backends, use_backend
 from .batch import num_valid_blocks
+from .checks import check_mode
 from .custom_ops.index_score.api import index_score
 from .custom_ops.select_blocks.api import select_blocks
 from .custom_ops.sparse_attention.api import merge_attention, sparse_attention
@@ -28,6 +29,7 @@ __all__ = [
     "PagedKVCache",
     "Workspace",
     "backends",
+    "check_mode",
     "index_score",
     "merge_attention",
     "num_valid_blocks",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,31 @@ def num_blocks(num_keys: int, block_size: int) -> int:
     return (num_keys + block_size - 1) // block_size
 
 
+def storage_tokens(batch: Batch, keys: Tensor) -> int:
+    """Tokens that a sequence can have in its storage at most: no key is read behind them.
+
+    Those of a row of the block table, all packed rows, or one batched sequence.
+    """
+    if batch.layout == PAGED:
+        assert batch.block_table is not None
+        pages = batch.block_table.shape[1] if keys.shape[0] else 0
+        return min(pages * batch.block_size, 2**31 - 1)
+    return keys.shape[0 if batch.layout == PACKED else 1]
+
+
+def key_bounds(batch: Batch, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """First key of each sequence, and how many it can have, inside the storage in any case.
+
+    Returns:
+        Two int64 ``[B]`` (tokens), on the device of the batch.
+    """
+    tokens = storage_tokens(batch, keys)
+    first = batch.cu_seqlens_k[:-1] if batch.cu_seqlens_k is not None else batch.leftpad_k
+    first = torch.zeros_like(batch.seqused_k) if first is None else first
+    first = first.long().clamp(0, tokens)
+    return first, (tokens - first).clamp(max=batch.max_seqlen_k)
+
+
 def row_positions(
     cu_seqlens_q: Tensor, seqused_k: Tensor, total_q: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,13 +134,40 @@ def num_valid_blocks(
     return torch.where(live, position // block_size + 1, 0).int()
 
 
+def check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"`{name}` must be a dense tensor, got layout {value.layout}")
+
+
+def check_instance(name: str, value: Any, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise TypeError(f"`{name}` must be a {expected.__name__}, got {type(value).__name__}")
+
+
+def check_int(name: str, value: Any) -> None:
+    """An int, a symbolic one, or what Python takes for an index; a tensor would have to be read."""
+    known = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not known and (isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__")):
+        raise TypeError(f"`{name}` must be an int, got {type(value).__name__}")
+
+
+def check_number(name: str, value: Any) -> None:
+    known = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
+    if not known or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}")
+
+
 def check_at_least(name: str, value: int, minimum: int) -> None:
+    check_int(name, value)
     if value < minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}")
 
 
 def check_shape(name: str, tensor: Tensor, shape: str, sizes: tuple[int | None, ...]) -> None:
     """Compare a tensor's sizes with the expected ones; None accepts any size."""
+    check_tensor(name, tensor)
     fits = tensor.ndim == len(sizes) and all(
         want is None or have == want for have, want in zip(tensor.shape, sizes, strict=True)
     )
@@ -128,6 +180,7 @@ def check_shape(name: str, tensor: Tensor, shape: str, sizes: tuple[int | None, 
 
 
 def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    check_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"`{name}` must be {expected}, got {tensor.dtype}")
@@ -139,7 +192,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 def check_rows(name: str, tensor: Tensor) -> None:
     """The last stride must be 1 (or the axis so short that it does not matter)."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.ndim > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"`{name}` must have a last stride of 1, got strides {list(tensor.stride())}"
         )
@@ -148,6 +201,31 @@ def check_rows(name: str, tensor: Tensor) -> None:
 def check_device(name: str, tensor: Tensor, expected: torch.device) -> None:
     if tensor.device != expected:
         raise ValueError(f"`{name}` must be on {expected}, got {tensor.device}")
+
+
+def check_written(name: str, out: Tensor, **inputs: Tensor) -> None:
+    """Refuse to write where one element stands for several, or where an input certainly lies."""
+    if torch.compiler.is_compiling():
+        return
+    strides = out.stride()
+    if 0 in strides and any(n > 1 and not s for n, s in zip(out.shape, strides, strict=True)):
+        raise ValueError(
+            f"`{name}` must have an element of memory for each of its own, got strides "
+            f"{list(strides)} for {list(out.shape)}"
+        )
+    for other, tensor in inputs.items():
+        if _certainly_overlap(out, tensor):
+            raise ValueError(f"`{name}` must not overlap `{other}`, got memory that both share")
+
+
+def _certainly_overlap(a: Tensor, b: Tensor) -> bool:
+    """Slices of one storage may interleave without overlap: only plain cases are decided."""
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata or not (a.numel() and b.numel()):
+        return False
+    starts = [t.storage_offset() * t.element_size() for t in (a, b)]
+    ends = [start + t.numel() * t.element_size() for start, t in zip(starts, (a, b), strict=True)]
+    dense = a.is_contiguous() and b.is_contiguous()
+    return starts[0] == starts[1] or (dense and max(starts) < min(ends))
 
 
 def check_no_grad(**tensors: Tensor) -> None:

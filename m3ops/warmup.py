@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .backends import FMHA_SM100, active_backend
-from .batch import num_blocks
+from .batch import check_at_least, check_instance, num_blocks
 from .custom_ops.index_score.api import index_score
 from .custom_ops.select_blocks.api import select_blocks
 from .custom_ops.sparse_attention.api import sparse_attention
@@ -41,8 +41,11 @@ def warmup(
         device: where the model runs.
 
     Raises:
+        TypeError: `config` is no configuration, or a size no int.
         ValueError: a step has no tokens, or ``max_seqlen_q`` is not in ``1 .. total_q``.
     """
+    check_instance("config", config, MiniMaxM3AttentionConfig)
+    check_at_least("max_seqlen_k", max_seqlen_k, 0)
     heads, dim, block = config.num_key_value_heads, config.head_dim, config.index_block_size
     selection: dict[str, Any] = {
         "topk": config.index_topk_blocks,

@@ -50,6 +50,15 @@ hypothesis.settings.register_profile(
         hypothesis.HealthCheck.too_slow,
     ],
 )
+# For a GPU: `pytest -m gpu -n 8 --hypothesis-profile=soak tests/test_properties.py`.
+hypothesis.settings.register_profile(
+    "soak",
+    hypothesis.settings.get_profile("m3ops"),
+    derandomize=False,
+    database=None,
+    max_examples=700,
+    print_blob=True,
+)
 hypothesis.settings.load_profile("m3ops")
 
 
@@ -78,6 +87,19 @@ def _skip_reason(item: pytest.Item) -> str | None:
     if not gpu and not INTERPRETED:
         return "kernels run on CPU tensors only under TRITON_INTERPRET=1"
     return None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many examples the property tests ran, over all processes."""
+    counts = [
+        value
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == "examples" and report.when == "call"
+    ]
+    if counts:
+        terminalreporter.write_line(f"{sum(counts)} examples in {len(counts)} property tests")
 
 
 @pytest.fixture

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import m3ops
+from m3ops import BatchMetadata, MiniMaxM3AttentionConfig, PagedKVCache, Workspace
 from m3ops.testing import Geometry, make_inputs, random_ids
 
 GEOMETRY = Geometry(heads_q=4, heads_kv=2, dim=16, index_dim=8, block_size=16)
@@ -360,3 +362,321 @@ def test_dims_and_dtypes_that_the_kernels_do_not_take(backend: str, dtype: torch
             m3ops.select_blocks(inputs.index_q, inputs.index_k, **inputs.batch)
         with pytest.raises(NotImplementedError, match=message):
             m3ops.sparse_attention(inputs.q, inputs.k, inputs.v, ids, **inputs.batch)
+
+
+# What is no tensor, or none of its kind: (change, error, message).
+KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
+    "list": (torch.Tensor.tolist, TypeError, "a tensor, got list"),
+    "float": (lambda t: 1.5, TypeError, "a tensor, got float"),
+    "str": (lambda t: "tensor", TypeError, "a tensor, got str"),
+    "array": (torch.Tensor.numpy, TypeError, "a tensor, got ndarray"),
+    "None": (lambda t: None, TypeError, "a tensor, got NoneType"),
+    "sparse": (torch.Tensor.to_sparse, TypeError, "a dense tensor, got layout torch.sparse_coo"),
+    "complex": (lambda t: t.to(torch.complex64), TypeError, ".*, got torch.complex64"),
+    "bool": (torch.Tensor.bool, TypeError, ".*, got torch.bool"),
+    "one number": (lambda t: t.flatten()[0], ValueError, r".*, got \[\]"),
+    "one axis more": (lambda t: t[..., None, :], ValueError, ".*, got "),
+}
+
+OPTIONAL = ("block_table", "cu_seqlens_k", "leftpad_k")
+
+
+def tensor_arguments() -> list[Any]:
+    rows = []
+    for name in (*TABLES, "packed", "batched"):
+        layout = name if name in ("packed", "batched") else "paged"
+        function = "sparse_attention" if layout != "paged" else name
+        for argument, value in arguments(function, layout).items():
+            if isinstance(value, torch.Tensor) and (layout == "paged" or argument in OPTIONAL):
+                rows.append(pytest.param(function, layout, argument, id=f"{name}-{argument}"))
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "layout", "argument"), tensor_arguments())
+def test_a_tensor_of_another_kind(name: str, layout: str, argument: str, kind: str) -> None:
+    given = arguments(name, layout)
+    change, error, message = KINDS[kind]
+    if kind == "None" and argument in OPTIONAL:
+        pytest.skip("None is a value of this argument")
+    given[argument] = change(given[argument])
+    with NoLaunch(), pytest.raises(error, match=f"^`{argument}` must be {message}") as caught:
+        getattr(m3ops, name)(**given)
+    assert type(caught.value) is error
+
+
+def int_arguments() -> list[tuple[str, str]]:
+    batch = ["max_seqlen_q", "max_seqlen_k", "num_decode_seqs", "num_decode_tokens", "block_size"]
+    selection = ["topk", "init_blocks", "local_blocks"]
+    ints = {
+        "index_score": [*batch, "num_splits"],
+        "topk_select": selection,
+        "select_blocks": [*batch, *selection, "num_splits", "max_scratch_bytes"],
+        "sparse_attention": [*batch, "num_splits", "max_scratch_bytes"],
+        "num_valid_blocks": ["total_q", "block_size"],
+    }
+    return [(name, argument) for name, names in ints.items() for argument in names]
+
+
+@pytest.mark.parametrize("value", [1.0, "16", True, [16], torch.tensor(16)], ids=repr)
+@pytest.mark.parametrize(("name", "argument"), int_arguments())
+def test_an_integer_of_another_kind(name: str, argument: str, value: Any) -> None:
+    given = {**arguments(name), argument: value}
+    message = f"^`{argument}` must be an int, got {type(value).__name__}$"
+    with NoLaunch(), pytest.raises(TypeError, match=message):
+        getattr(m3ops, name)(**given)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    given = arguments("select_blocks")
+    expected = m3ops.select_blocks(**given)
+    sizes = {"topk": np.int64(4), "block_size": np.int32(16), "max_seqlen_k": np.int64(80)}
+    assert torch.equal(m3ops.select_blocks(**{**given, **sizes}), expected)
+
+
+@pytest.mark.parametrize("value", ["0.5", True, torch.tensor(0.5), [1.0]], ids=repr)
+def test_a_scale_that_is_no_number(value: Any) -> None:
+    given = {**arguments("sparse_attention"), "softmax_scale": value}
+    with NoLaunch(), pytest.raises(TypeError, match="`softmax_scale` must be a number, got "):
+        m3ops.sparse_attention(**given)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "error", "message"),
+    [
+        (torch.zeros(2, 3), [torch.zeros(2)], TypeError, "`outs` must be a list of tensors, got T"),
+        (None, [], TypeError, "`outs` must be a list of tensors, got NoneType"),
+        ([[1.0]], [torch.zeros(1)], TypeError, r"`outs\[0\]` must be a tensor, got list"),
+        ([torch.zeros(3).int()], [torch.tensor(0.0)], TypeError, r"`outs\[0\]` .* torch.int32"),
+        ([torch.zeros(3)], [torch.tensor(0)], TypeError, r"`lses\[0\]` must be float32 or"),
+        ([torch.tensor(0.0)], [torch.tensor(0.0)], ValueError, r"`outs\[0\]` .* got \[\]"),
+        (
+            [torch.zeros(3), torch.zeros(3).half()],
+            [torch.tensor(0.0)] * 2,
+            TypeError,
+            r"`outs\[1\]` must be float32, got torch.float16",
+        ),
+        (
+            [torch.zeros(3), meta(torch.zeros(3))],
+            [torch.tensor(0.0)] * 2,
+            ValueError,
+            r"`outs\[1\]` must be on cpu, got meta",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_merged(
+    outs: Any, lses: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        m3ops.merge_attention(outs, lses)
+
+
+def test_outputs_that_lie_in_an_input_or_in_themselves() -> None:
+    given = arguments("sparse_attention")
+    lse_in_out = torch.empty(4, 4, 16)
+    refused: list[tuple[str, Arguments, str]] = [
+        ("sparse_attention", {"out": given["q"]}, "`out` must not overlap `q`"),
+        ("sparse_attention", {"out": given["q"].view(4, 4, 16)}, "`out` must not overlap `q`"),
+        (
+            "sparse_attention",
+            {"out": lse_in_out, "lse_out": lse_in_out[0, 0].view(4, 4)},
+            "`out` must not overlap `lse_out`",
+        ),
+        (
+            "sparse_attention",
+            {"out": torch.empty(1, 4, 16).expand(4, 4, 16)},
+            r"`out` must have an element of memory for each of its own, got strides \[0, 16, 1\]",
+        ),
+        (
+            "select_blocks",
+            {"out": torch.empty(1, 2, 4, dtype=torch.int32).expand(4, 2, 4)},
+            "`out` must have an element of memory",
+        ),
+        ("index_score", {"out": torch.empty(4, 1, 5).expand(4, 2, 5)}, "`out` must have an el"),
+    ]
+    for name, change, message in refused:
+        base = given if name == "sparse_attention" else arguments(name)
+        with NoLaunch(), pytest.raises(ValueError, match=message):
+            getattr(m3ops, name)(**{**base, **change})
+    scores = torch.randn(4, 2, 5)
+    ids = scores.view(torch.int32)[..., :4]
+    visible = torch.full((4,), 5, dtype=torch.int32)
+    with NoLaunch(), pytest.raises(ValueError, match="`out` must not overlap `scores`"):
+        m3ops.topk_select(scores, visible, topk=4, out=ids)
+    stored = arguments("store_kv")
+    with NoLaunch(), pytest.raises(ValueError, match="`k_cache` must not overlap `v_cache`"):
+        m3ops.store_kv(**{**stored, "v_cache": stored["k_cache"]})
+    # Slices of one buffer that lie apart are fine, interleaved ones too.
+    both = torch.empty(4, 4, 32)
+    both[..., :16] = given["q"]
+    apart = {**given, "q": both[..., :16], "out": both[..., 16:]}
+    out: Any = m3ops.sparse_attention(**apart)
+    expected: Any = m3ops.sparse_attention(**given)
+    assert torch.equal(out, expected)
+
+
+def test_a_negated_view_counts_with_its_sign() -> None:
+    """Its memory holds the opposite numbers."""
+    given = arguments("topk_select")
+    negated = {**given, "scores": torch._neg_view(given["scores"])}
+    plain = {**given, "scores": -given["scores"]}
+    assert torch.equal(m3ops.topk_select(**negated), m3ops.topk_select(**plain))
+
+
+# Modules.
+
+CONFIG = MiniMaxM3AttentionConfig(
+    hidden_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_block_size=16,
+    index_topk_blocks=3,
+)
+
+
+def from_lengths(*args: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: BatchMetadata.from_lengths(*args, block_size=16, **options)
+
+
+def forward(*args: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: m3ops.MiniMaxM3SparseAttention(CONFIG)(*args, **options)
+
+
+def copy_pages(source: Any, target: Any) -> Callable[[], Any]:
+    return lambda: PagedKVCache(CONFIG, 3).copy_pages_(source, target)
+
+
+def step(**options: Any) -> BatchMetadata:
+    return BatchMetadata.from_lengths([8], block_size=16, **options)
+
+
+X = torch.zeros(8, 24)
+PAIR = torch.zeros(1, 8, 8), torch.zeros(1, 8, 8)
+
+
+def slotless() -> BatchMetadata:
+    batch = step(block_table=[[0]])
+    batch.slot_mapping = None
+    return batch
+
+
+def other_workspace() -> Workspace:
+    return Workspace(MiniMaxM3AttentionConfig(index_topk_blocks=4), 8, 64)
+
+
+MODULES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: PagedKVCache({}, 3), TypeError, "`config` must be a MiniMaxM3AttentionConfig, got d"),  # type: ignore[arg-type]
+    (lambda: PagedKVCache(CONFIG, "3"), TypeError, "`num_pages` must be an int, got str"),  # type: ignore[arg-type]
+    (lambda: PagedKVCache(CONFIG, 3.0), TypeError, "`num_pages` must be an int, got float"),  # type: ignore[arg-type]
+    (copy_pages([0], [1]), TypeError, "`source` must be a tensor, got list"),
+    (copy_pages(I32, I32), TypeError, "`source` must be int64, got torch.int32"),
+    (copy_pages(torch.tensor([0]), torch.tensor([1, 2])), ValueError, r"`target` .* got \[2\]"),
+    (
+        copy_pages(torch.tensor([3]), torch.tensor([1])),
+        ValueError,
+        r"`source` must hold pages 0 .. 2, got \[3\]",
+    ),
+    (
+        copy_pages(torch.tensor([0]), torch.tensor([-1])),
+        ValueError,
+        r"`target` must hold pages 0 .. 2, got \[-1\]",
+    ),
+    (lambda: Workspace(None, 8, 64), TypeError, "`config` must be a MiniMaxM3Attention.*NoneType"),  # type: ignore[arg-type]
+    (lambda: Workspace(CONFIG, 8.5, 64), TypeError, "`max_tokens` must be an int, got float"),  # type: ignore[arg-type]
+    (lambda: Workspace(CONFIG, 8, None), TypeError, "`max_seqlen_k` must be an int, got NoneType"),  # type: ignore[arg-type]
+    (lambda: MiniMaxM3AttentionConfig(24.0), TypeError, "`hidden_size` must be an int, got float"),  # type: ignore[arg-type]
+    (lambda: MiniMaxM3AttentionConfig(head_dim=None), TypeError, "`head_dim` must be an int, got"),  # type: ignore[arg-type]
+    (lambda: MiniMaxM3AttentionConfig(rope_theta="5"), TypeError, "`rope_theta` must be a number"),  # type: ignore[arg-type]
+    (
+        lambda: MiniMaxM3AttentionConfig(partial_rotary_factor=None),  # type: ignore[arg-type]
+        TypeError,
+        "`partial_rotary_factor` must be a number, got NoneType",
+    ),
+    (
+        lambda: MiniMaxM3AttentionConfig.from_transformers({"hidden_size": 24}),
+        TypeError,
+        "`config` must have .*, got a dict without hidden_size, ",
+    ),
+    (lambda: m3ops.MiniMaxM3SparseAttention({}), TypeError, "`config` must be a MiniMaxM3Att"),  # type: ignore[arg-type]
+    (lambda: m3ops.LightningIndexer({}), TypeError, "`config` must be a MiniMaxM3AttentionConfig"),  # type: ignore[arg-type]
+    (
+        lambda: m3ops.warmup({}, [(1, 1)], max_seqlen_k=16, device="cpu"),  # type: ignore[arg-type]
+        TypeError,
+        "`config` must be a MiniMaxM3AttentionConfig, got dict",
+    ),
+    (from_lengths(torch.tensor([1])), TypeError, "`query_lens` must be a list of ints, got Tensor"),
+    (from_lengths(None), TypeError, "`query_lens` must be a list of ints, got NoneType"),
+    (from_lengths(3), TypeError, "`query_lens` must be a list of ints, got int"),
+    (from_lengths([1, 2.0]), TypeError, r"`query_lens\[1\]` must be an int, got float"),
+    (from_lengths(["1"]), TypeError, r"`query_lens\[0\]` must be an int, got str"),
+    (from_lengths([1], [0.0], [[0]]), TypeError, r"`context_lens\[0\]` must be an int, got float"),
+    (from_lengths([1], None, [[0.5]]), TypeError, r"`block_table` must hold ints, got \[\[0.5\]\]"),
+    (from_lengths([1], None, [["a"]]), TypeError, "`block_table` must be a list of pages for each"),
+    (from_lengths([1], None, [0]), TypeError, "`block_table` must be a list of pages for each"),
+    (from_lengths([1], None, 7), TypeError, "`block_table` must be a list of pages for each"),
+    (from_lengths([1], None, torch.zeros(1, 1)), TypeError, "`block_table` must be int32 or int64"),
+    (from_lengths([1], num_tokens=2.0), TypeError, "`num_tokens` must be an int, got float"),
+    (from_lengths([1], num_seqs=-1), ValueError, "`num_seqs` must be at least 0, got -1"),
+    (from_lengths([1], num_columns="2"), TypeError, "`num_columns` must be an int, got str"),
+    (from_lengths([1], max_seqlen_q=1.0), TypeError, "`max_seqlen_q` must be an int, got float"),
+    (from_lengths([1], num_decode_seqs="1"), TypeError, "`num_decode_seqs` must be an int, got s"),
+    (lambda: step().update_(torch.tensor([8])), TypeError, "`query_lens` must be a list of ints"),  # type: ignore[arg-type]
+    (lambda: step().update_([8.0]), TypeError, r"`query_lens\[0\]` must be an int, got float"),  # type: ignore[list-item]
+    (lambda: step().copy_({}), TypeError, "`other` must be a BatchMetadata, got dict"),  # type: ignore[arg-type]
+    (forward([0.0]), TypeError, "`hidden` must be a tensor, got list"),
+    (forward(X.int()), TypeError, "`hidden` must be .*, got torch.int32"),
+    (forward(X, {}), TypeError, "`batch` must be a BatchMetadata, got dict"),
+    (forward(X, step(), {}), TypeError, "`cache` must be a PagedKVCache, got dict"),
+    (
+        forward(X, step(), workspace=torch.zeros(1)),
+        TypeError,
+        "`workspace` must be a Workspace, got Tensor",
+    ),
+    (forward(X[None], position_embeddings=X), TypeError, "`position_embeddings` must be a pair"),
+    (forward(X[None], position_embeddings=(1, 2)), TypeError, "`cos` must be a tensor, got int"),
+    (
+        forward(X[None], position_embeddings=(PAIR[0][:, 1:], PAIR[1])),
+        ValueError,
+        r"`cos` must be \[B or 1, S, rotary_dim\] = \[1, 8, \*\], got \[1, 7, 8\]",
+    ),
+    (forward(X[None], block_ids=[0]), TypeError, "`block_ids` must be a tensor, got list"),
+    (
+        forward(X[None], block_ids=torch.zeros(8, 2, 3, dtype=torch.int32)),
+        ValueError,
+        r"`block_ids` must be \[B, S, Hkv, K\] = \[1, 8, 2, \*\], got \[8, 2, 3\]",
+    ),
+    (
+        lambda: forward(X, slotless(), PagedKVCache(CONFIG, 2))(),
+        ValueError,
+        r"`batch.slot_mapping` must be \[T\] with a cache, got None",
+    ),
+    (
+        lambda: forward(
+            X, step(block_table=[[0]]), PagedKVCache(CONFIG, 2), workspace=Workspace(CONFIG, 8, 0)
+        )(),
+        ValueError,
+        "`workspace` must have at least W = 2 block columns, got 0",
+    ),
+    (
+        lambda: forward(
+            X, step(block_table=[[0]]), PagedKVCache(CONFIG, 2), workspace=other_workspace()
+        )(),
+        ValueError,
+        "`workspace` must be for 2 index heads and top-k 3, got one for 4 and 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [pytest.param(*row, id=f"{i}-{row[2]}") for i, row in enumerate(MODULES)],
+)
+def test_a_module_refuses_what_it_cannot_use(
+    call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with NoLaunch(), torch.no_grad(), pytest.raises(error, match=message) as caught:
+        call()
+    assert type(caught.value) is error

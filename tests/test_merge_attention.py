@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from conftest import DEVICES
 
 import m3ops
 from m3ops.testing import assert_attention, dense_ids, make_inputs, random_ids
@@ -13,9 +14,12 @@ from m3ops.testing import assert_attention, dense_ids, make_inputs, random_ids
 INF = math.inf
 
 
-def parts_of(*lses: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def parts_of(
+    *lses: float, device: torch.device | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Outputs of two heads of three channels, with the given lse in both heads."""
-    return [torch.randn(1, 2, 3) for _ in lses], [torch.full((1, 2), lse) for lse in lses]
+    outs = [torch.randn(1, 2, 3, device=device) for _ in lses]
+    return outs, [torch.full((1, 2), lse, device=device) for lse in lses]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -45,23 +49,26 @@ def test_the_mean_is_weighted_by_the_sums() -> None:
     assert lse.item() == pytest.approx(math.log(3))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("live", [0, 1])
-def test_an_empty_part_changes_nothing(live: int) -> None:
+def test_an_empty_part_changes_nothing(live: int, device: torch.device) -> None:
     lses = [-INF, -INF]
     lses[live] = -2.5
-    outs, parts = parts_of(*lses)
+    outs, parts = parts_of(*lses, device=device)
     outs[1 - live].fill_(math.nan)
     out, lse = m3ops.merge_attention(outs, parts)
     assert torch.equal(out, outs[live])
     assert torch.equal(lse, parts[live])
 
 
-def test_nothing_but_empty_parts() -> None:
-    outs, parts = parts_of(-INF, -INF, -INF)
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_but_empty_parts(device: torch.device) -> None:
+    outs, parts = parts_of(-INF, -INF, -INF, device=device)
     outs[1].fill_(math.nan)
     out, lse = m3ops.merge_attention(outs, parts)
-    assert torch.equal(out, torch.zeros(1, 2, 3))
-    assert torch.equal(lse, torch.full((1, 2), -INF))
+    assert torch.equal(out, torch.zeros_like(out))
+    assert out.shape == (1, 2, 3)
+    assert torch.equal(lse, torch.full_like(parts[0], -INF))
 
 
 def test_one_part() -> None:

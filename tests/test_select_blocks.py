@@ -130,3 +130,47 @@ def test_garbage_around_the_keys_is_never_read(target: Target) -> None:
             )
         )
         assert all(torch.equal(first, other) for other in others)
+
+
+def test_page_order_does_not_matter_and_pages_can_be_shared(target: Target) -> None:
+    geometry = Geometry(block_size=128)
+    sequence = random_sequences([(300, 1)], geometry, device=target.device)[0]
+    inputs = lay_out([sequence], block_size=128, extra_blocks=7)
+    scores = m3ops.index_score(inputs.index_q, inputs.index_k, **inputs.batch)[..., :3]
+    pages, swapped = inputs.batch["block_table"][0, :3].tolist(), [7, 2, 9]
+    index_k = torch.full_like(inputs.index_k, math.nan)
+    index_k[swapped] = inputs.index_k[pages]
+    # The second sequence ends with the second page.
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": target.device}
+    batch: dict[str, Any] = {
+        "block_table": torch.tensor([swapped, swapped], **int32),
+        "cu_seqlens_q": torch.tensor([0, 1, 2], **int32),
+        "seqused_k": torch.tensor([300, 256], **int32),
+    }
+    twice = inputs.index_q.repeat(2, 1, 1)
+    shared = m3ops.index_score(twice, index_k, **batch)
+    assert torch.equal(shared[0], scores[0])
+    assert torch.equal(shared[1, :, :2], scores[0, :, :2])
+    ids = m3ops.select_blocks(twice, index_k, **batch, topk=2)
+    assert torch.equal(ids[:1], select(inputs, topk=2))
+    assert ids[1].tolist() == [[0, 1], [0, 1]]
+
+
+def test_page_ids_that_16_bits_do_not_hold(target: Target) -> None:
+    """Page 65536 is not page 0."""
+    device = target.device
+    index_k = torch.zeros(65537, 16, 4, device=device)
+    v = torch.zeros(65537, 1, 16, 4, device=device)
+    v[65536], v[0], index_k[65536], index_k[0] = 7, 1, 7, 1
+    batch: dict[str, Any] = {
+        "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32, device=device),
+        "seqused_k": torch.tensor([16], dtype=torch.int32, device=device),
+        "block_table": torch.tensor([[65536]], dtype=torch.int32, device=device),
+        "block_size": 16,
+    }
+    q = torch.ones(1, 1, 4, device=device)
+    assert m3ops.index_score(q, index_k, **batch).tolist() == [[[28]]]
+    ids = m3ops.select_blocks(q, index_k, **batch, topk=1)
+    out = m3ops.sparse_attention(q, torch.zeros_like(v), v, ids, **batch)
+    assert isinstance(out, torch.Tensor)
+    assert out.unique().tolist() == [7]

@@ -170,9 +170,11 @@ def test_ids_are_token_major_where_rows_are_as_many_as_groups(target: Target) ->
     assert torch.equal(attend(inputs, ids)[:, :, 0], tags.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 96, 112, 128, 192, 256])
-def test_every_head_dim(target: Target, dim: int) -> None:
-    inputs = make_inputs([(50, 1), (35, 3)], Geometry(dim=dim), device=target.device)
+def test_every_head_dim(target: Target, dim: int, dtype: torch.dtype) -> None:
+    lengths = target.scale([(50, 1), (35, 3)], [(50, 1), (60, 20)])
+    inputs = make_inputs(lengths, Geometry(dim=dim), dtype=dtype, device=target.device)
     ids = random_ids(inputs, 3)
     assert_attention(*attend_lse(inputs, ids), inputs, ids)
 

@@ -11,6 +11,7 @@ from torch.library import Library
 
 from ..backends import implementation
 from ..batch import BATCH_SCHEMA, Batch
+from ..checks import check_arguments, checking
 
 NAMESPACE = "m3ops"
 _BATCH_LEN = len(Batch._fields)
@@ -85,6 +86,8 @@ def define_op(
 def run_implementation(name: str, *args: Any) -> None:
     """Compute an op with the active backend, in the dtypes it is given even under autocast."""
     device = args[0].device
+    if checking():
+        check_arguments(name, args)
     compute = implementation(name, device)
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

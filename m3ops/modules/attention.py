@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..batch import check_shape
+from ..batch import check_floating, check_instance, check_shape
 from ..custom_ops.sparse_attention.api import sparse_attention
 from ..custom_ops.store_kv.api import store_kv
 from .cache import PagedKVCache
@@ -43,6 +43,7 @@ class MiniMaxM3SparseAttention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_instance("config", config, MiniMaxM3AttentionConfig)
         self.config = config
         hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         q_dim, kv_dim = config.num_attention_heads * dim, config.num_key_value_heads * dim
@@ -99,13 +100,23 @@ class MiniMaxM3SparseAttention(nn.Module):
             TypeError: a dtype is not the expected one.
             ValueError: arguments do not fit each other, or a gradient would be lost.
         """
+        check_floating("hidden", hidden)
+        for name, value, expected in (
+            ("batch", batch, BatchMetadata),
+            ("cache", cache, PagedKVCache),
+            ("workspace", workspace, Workspace),
+        ):
+            if value is not None:
+                check_instance(name, value, expected)
         leading = hidden.shape[:-1]
         if batch is None and cache is None:
             hidden, batch, position_embeddings, block_ids = self._flatten(
                 hidden, position_embeddings, block_ids
             )
-        batch = self._check(hidden, batch, cache, workspace)
-        cos, sin = position_embeddings or self.rotary_emb(hidden, batch.positions)
+        batch = self._check(hidden, batch, cache, block_ids, workspace)
+        if position_embeddings is None:
+            position_embeddings = self.rotary_emb(hidden, batch.positions)
+        cos, sin = _pair(position_embeddings)
         for name, table in (("cos", cos), ("sin", sin)):
             check_shape(name, table, "[T, rotary_dim]", (hidden.shape[0], self.rotary_emb.dim))
         q, k, v = self._project(hidden, cos, sin)
@@ -152,10 +163,14 @@ class MiniMaxM3SparseAttention(nn.Module):
         )
         num_seqs, seqlen = hidden.shape[:2]
         if position_embeddings is not None:
-            cos, sin = position_embeddings
-            cos = cos.expand(num_seqs, -1, -1).flatten(0, 1)
-            position_embeddings = cos, sin.expand(num_seqs, -1, -1).flatten(0, 1)
+            cos, sin = _pair(position_embeddings)
+            position_embeddings = (
+                _flatten_table("cos", cos, num_seqs, seqlen),
+                _flatten_table("sin", sin, num_seqs, seqlen),
+            )
         if block_ids is not None:
+            sizes = (num_seqs, seqlen, self.config.num_key_value_heads, None)
+            check_shape("block_ids", block_ids, "[B, S, Hkv, K]", sizes)
             block_ids = block_ids.flatten(0, 1)
         batch = BatchMetadata.uniform(num_seqs, seqlen, self.config.index_block_size, hidden.device)
         return hidden.flatten(0, 1), batch, position_embeddings, block_ids
@@ -165,8 +180,10 @@ class MiniMaxM3SparseAttention(nn.Module):
         hidden: Tensor,
         batch: BatchMetadata | None,
         cache: PagedKVCache | None,
+        block_ids: Tensor | None,
         workspace: Workspace | None,
     ) -> BatchMetadata:
+        """Refuse what the ops would refuse later, when the cache is written already."""
         if batch is None:
             raise ValueError("`batch` must come with `cache`, got None")
         check_shape(
@@ -194,6 +211,33 @@ class MiniMaxM3SparseAttention(nn.Module):
                 self.config.head_dim,
             )
             check_shape("cache.k_cache", cache.k_cache, "[P, Hkv, N, D] of the layer", sizes)
-        if workspace is not None and cache is None:
-            raise ValueError("`workspace` must come with `cache`, got `cache=None`")
+            if batch.slot_mapping is None:
+                raise ValueError("`batch.slot_mapping` must be [T] with a cache, got None")
+        if block_ids is not None:
+            shape = (batch.num_tokens, self.config.num_key_value_heads, None)
+            check_shape("block_ids", block_ids, "[T, Hkv, K]", shape)
+        if workspace is not None:
+            if cache is None:
+                raise ValueError("`workspace` must come with `cache`, got `cache=None`")
+            workspace.check_fits(self.config, batch)
         return batch
+
+
+def _pair(position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    if not isinstance(position_embeddings, (tuple, list)) or len(position_embeddings) != 2:
+        raise TypeError(
+            "`position_embeddings` must be a pair of tensors (cos, sin), "
+            f"got {type(position_embeddings).__name__}"
+        )
+    cos, sin = position_embeddings
+    check_floating("cos", cos)
+    check_floating("sin", sin)
+    return cos, sin
+
+
+def _flatten_table(name: str, table: Tensor, num_seqs: int, seqlen: int) -> Tensor:
+    """``[B * S, rotary_dim]`` from a table for each sequence, or from one for all of them."""
+    table = table[None] if table.ndim == 2 else table
+    rows = num_seqs if table.ndim == 3 and table.shape[0] != 1 else 1
+    check_shape(name, table, "[B or 1, S, rotary_dim]", (rows, seqlen, None))
+    return table.expand(num_seqs, -1, -1).flatten(0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..batch import check_at_least
+from ..batch import check_at_least, check_dtype, check_instance, check_shape
 from .config import MiniMaxM3AttentionConfig
 
 
@@ -40,6 +40,7 @@ class PagedKVCache(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_instance("config", config, MiniMaxM3AttentionConfig)
         check_at_least("num_pages", num_pages, 1)
         block_size = config.index_block_size
         main = (num_pages, config.num_key_value_heads, block_size, config.head_dim)
@@ -64,7 +65,19 @@ class PagedKVCache(nn.Module):
             source: int64 ``[n]``, pages to read.
             target: int64 ``[n]``, distinct pages to write; all pages are read before any is
                 written.
+
+        Raises:
+            TypeError: they are not int64 tensors.
+            ValueError: they differ in length, or one on the CPU holds a page that is not there.
         """
+        for name, pages in (("source", source), ("target", target)):
+            check_dtype(name, pages, torch.int64)
+            check_shape(name, pages, "[n]", (source.numel(),))
+            # On a GPU, looking would wait for the device.
+            if pages.is_cpu and ((pages < 0) | (pages >= self.num_pages)).any():
+                raise ValueError(
+                    f"`{name}` must hold pages 0 .. {self.num_pages - 1}, got {pages.tolist()}"
+                )
         for cache in (self.k_cache, self.v_cache, self.index_k_cache):
             cache[target] = cache[source]
 

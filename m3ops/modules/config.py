@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..batch import check_at_least
+from ..batch import check_at_least, check_number
+
+# What a configuration of transformers must say.
+_REQUIRED = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "index_n_heads",
+    "index_head_dim",
+    "index_block_size",
+    "index_topk_blocks",
+    "index_local_blocks",
+    "rms_norm_eps",
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,7 @@ class MiniMaxM3AttentionConfig:
         partial_rotary_factor: share of ``head_dim`` that is rotated.
 
     Raises:
+        TypeError: a size is not an int, or a constant not a number.
         ValueError: a size does not fit the others.
     """
 
@@ -53,11 +67,14 @@ class MiniMaxM3AttentionConfig:
             "num_attention_heads",
             "num_key_value_heads",
             "head_dim",
+            "index_n_heads",
             "index_head_dim",
             "index_block_size",
             "index_topk_blocks",
         ):
             check_at_least(name, getattr(self, name), 1)
+        for name in ("rms_norm_eps", "rope_theta", "partial_rotary_factor"):
+            check_number(name, getattr(self, name))
         check_at_least("index_init_blocks", self.index_init_blocks, 0)
         check_at_least("index_local_blocks", self.index_local_blocks, 0)
         if self.num_attention_heads % self.num_key_value_heads:
@@ -99,10 +116,16 @@ class MiniMaxM3AttentionConfig:
                 object with its attributes.
 
         Raises:
+            TypeError: `config` lacks an attribute.
             NotImplementedError: a rope type other than ``"default"``, or attention dropout.
             ValueError: sizes do not fit.
         """
         config = getattr(config, "text_config", None) or config
+        if missing := [name for name in _REQUIRED if not hasattr(config, name)]:
+            raise TypeError(
+                f"`config` must have {', '.join(_REQUIRED)}, got a {type(config).__name__} "
+                f"without {', '.join(missing)}"
+            )
         rope = getattr(config, "rope_parameters", None) or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default" or any(isinstance(value, dict) for value in rope.values()):

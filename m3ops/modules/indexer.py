@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..batch import check_instance
 from ..custom_ops.index_score.api import index_score
 from ..custom_ops.select_blocks.api import select_blocks
 from ..custom_ops.topk_select.api import topk_select
@@ -40,6 +41,7 @@ class LightningIndexer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_instance("config", config, MiniMaxM3AttentionConfig)
         self.config = config
         hidden, heads, dim = config.hidden_size, config.index_n_heads, config.index_head_dim
         self.q_proj = nn.Linear(hidden, heads * dim, bias=False, dtype=dtype, device=device)
@@ -100,6 +102,7 @@ class LightningIndexer(nn.Module):
         }
         if workspace is None:
             return select_blocks(index_q, index_k, **batch.keywords(), **selection)
+        workspace.check_fits(config, batch)
         scores, block_ids = workspace.rows(index_q.shape[0])
         index_score(index_q, index_k, **batch.keywords(), out=scores)
         return topk_select(scores, batch.num_valid_blocks, **selection, out=block_ids)

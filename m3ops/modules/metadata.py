@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..batch import check_at_least
+from ..batch import check_at_least, check_instance, check_int, check_tensor
 
 # torch.compile makes a graph of its own for every size or integer that is 0 or 1.
 _FIRST_GENERIC = 2
@@ -107,11 +107,23 @@ class BatchMetadata:
             device: where the tensors go, without a sync; the CPU if None.
 
         Raises:
+            TypeError: lengths, pages or sizes are not ints.
             ValueError: lengths are negative or do not fit each other, the table or the bucket.
         """
+        query_lens = _ints("query_lens", query_lens)
+        sizes = {
+            "num_tokens": num_tokens,
+            "num_seqs": num_seqs,
+            "num_columns": num_columns,
+            "max_seqlen_q": max_seqlen_q,
+        }
+        for name, size in sizes.items():
+            if size is not None:
+                check_at_least(name, size, 0)
         count = len(query_lens)
         if num_decode_seqs is None:
             num_decode_seqs = next((i for i, n in enumerate(query_lens) if n > 1), count)
+        check_int("num_decode_seqs", num_decode_seqs)
         if not 0 <= num_decode_seqs <= count:
             raise ValueError(
                 f"`num_decode_seqs` must be at most the {count} sequences, got {num_decode_seqs}"
@@ -227,9 +239,11 @@ class BatchMetadata:
             self.
 
         Raises:
+            TypeError: lengths or pages are not ints.
             ValueError: the step does not fit the bucket, or tokens of other sequences stand where
                 the bucket has rows of decode sequences.
         """
+        query_lens = _ints("query_lens", query_lens)
         decode, rest = query_lens[: self.num_decode_seqs], query_lens[self.num_decode_seqs :]
         if any(rest) and sum(decode) != self.num_decode_tokens:
             raise ValueError(
@@ -258,6 +272,7 @@ class BatchMetadata:
         Raises:
             ValueError: sizes or host integers differ.
         """
+        check_instance("other", other, BatchMetadata)
         if (self.generic_ints, self.block_size) != (other.generic_ints, other.block_size):
             raise ValueError(
                 f"`other` must be of the bucket {self._describe_ints()}, "
@@ -318,8 +333,8 @@ def _lengths(
     query_lens: Sequence[int], context_lens: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
     """Both lists as int64 ``[b]`` on the CPU, checked."""
-    if context_lens is None:
-        context_lens = [0] * len(query_lens)
+    context_lens = [0] * len(query_lens) if context_lens is None else context_lens
+    context_lens = _ints("context_lens", context_lens)
     if len(context_lens) != len(query_lens):
         raise ValueError(
             f"`context_lens` must be as many as `query_lens`, {len(query_lens)}, "
@@ -332,11 +347,24 @@ def _lengths(
     return query.long(), context.long()
 
 
+def _ints(name: str, values: Any) -> list[int]:
+    """A list of Python ints; a tensor is refused, for it might have to be waited for."""
+    if isinstance(values, Tensor) or not hasattr(values, "__iter__"):
+        raise TypeError(f"`{name}` must be a list of ints, got {type(values).__name__}")
+    values = list(values)
+    for i, value in enumerate(values):
+        check_int(f"{name}[{i}]", value)
+    return [int(value) for value in values]
+
+
 def _page_table(
     block_table: Tensor | Sequence[Sequence[int]], seqused: Tensor, block_size: int
 ) -> Tensor:
     """The pages as int64 ``[b, w]`` on the CPU, checked; 0 behind the end of a row."""
     if isinstance(block_table, Tensor):
+        check_tensor("block_table", block_table)
+        if block_table.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"`block_table` must be int32 or int64, got {block_table.dtype}")
         if block_table.ndim != 2 or not block_table.is_cpu:
             raise ValueError(
                 "`block_table` must be [B, W] on the CPU, where slots are computed, "
@@ -345,10 +373,18 @@ def _page_table(
         pages = block_table.long()
         widths = torch.full((len(pages),), pages.shape[1], device="cpu")
     else:
-        widths = torch.tensor([len(row) for row in block_table], device="cpu").long()
-        longest = max(map(len, block_table), default=0)
-        rows = [[*row, *[0] * (longest - len(row))] for row in block_table]
-        pages = torch.tensor(rows, device="cpu").long().reshape(len(rows), longest)
+        try:
+            widths = torch.tensor([len(row) for row in block_table], device="cpu").long()
+            longest = max(map(len, block_table), default=0)
+            rows = [[*row, *[0] * (longest - len(row))] for row in block_table]
+            pages = torch.tensor(rows, device="cpu").reshape(len(rows), longest)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"`block_table` must be a list of pages for each sequence, got {block_table!r}"
+            ) from error
+        if pages.numel() and pages.dtype != torch.int64:
+            raise TypeError(f"`block_table` must hold ints, got {block_table!r}")
+        pages = pages.long()
     if len(pages) != len(seqused):
         raise ValueError(
             f"`block_table` must have a row for each of the {len(seqused)} sequences, "

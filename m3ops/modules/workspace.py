@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..batch import check_at_least, num_blocks
+from ..batch import check_at_least, check_device, check_instance, num_blocks
 from .config import MiniMaxM3AttentionConfig
+from .metadata import BatchMetadata
 
 
 class Workspace(nn.Module):
@@ -40,6 +41,7 @@ class Workspace(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_instance("config", config, MiniMaxM3AttentionConfig)
         check_at_least("max_tokens", max_tokens, 0)
         check_at_least("max_seqlen_k", max_seqlen_k, 0)
         heads = config.index_n_heads
@@ -60,18 +62,44 @@ class Workspace(nn.Module):
             self.scores = torch.empty_like(self.scores, dtype=torch.float32)
         return self
 
+    def check_fits(self, config: MiniMaxM3AttentionConfig, batch: BatchMetadata) -> None:
+        """Refuse a layer or a step that the buffers are not for.
+
+        Raises:
+            ValueError: they have other heads or another top-k than the layer, too few rows or block
+                columns for the step, or lie on another device.
+        """
+        self._check_rows(batch.num_tokens)
+        check_device("workspace", self.scores, batch.seqused_k.device)
+        sizes = (self.scores.shape[1], self.block_ids.shape[2])
+        expected = (config.index_n_heads, config.index_topk_blocks)
+        if sizes != expected:
+            raise ValueError(
+                f"`workspace` must be for {expected[0]} index heads and top-k {expected[1]}, "
+                f"got one for {sizes[0]} and {sizes[1]}"
+            )
+        columns = 0 if batch.block_table is None else batch.block_table.shape[1]
+        if self.scores.shape[2] < columns:
+            raise ValueError(
+                f"`workspace` must have at least W = {columns} block columns, "
+                f"got {self.scores.shape[2]}"
+            )
+
     def rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The first `num_tokens` rows of both buffers.
 
         Raises:
             ValueError: there are not that many.
         """
+        self._check_rows(num_tokens)
+        return self.scores[:num_tokens], self.block_ids[:num_tokens]
+
+    def _check_rows(self, num_tokens: int) -> None:
         max_tokens = self.scores.shape[0] - 1
         if num_tokens > max_tokens:
             raise ValueError(
                 f"`workspace` must have at least T = {num_tokens} rows, got {max_tokens}"
             )
-        return self.scores[:num_tokens], self.block_ids[:num_tokens]
 
     def extra_repr(self) -> str:
         rows, heads, columns = self.scores.shape

@@ -357,7 +357,7 @@ def bad_calls() -> dict[str, tuple[Callable[[MiniMaxM3SparseAttention], Any], st
         ),
         "narrow workspace": (
             lambda m: m(x, paged(num_columns=5), cache, workspace=workspace),
-            "`out` must have at least",
+            "`workspace` must have at least W = 5 block columns, got 4",
         ),
         "another layer's cache": (
             lambda m: m(x, paged(), others_cache),

@@ -8,12 +8,22 @@ _LARGEST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def find_row(
-    cu_seqlens_q_ptr, seqused_k_ptr, row, num_seqs, row_begin, row_end, BLOCK_B: tl.constexpr
+    cu_seqlens_q_ptr,
+    seqused_k_ptr,
+    first_key_ptr,
+    row,
+    num_seqs,
+    num_tokens,
+    max_seqlen_k,
+    row_begin,
+    row_end,
+    BLOCK_B: tl.constexpr,
 ):
     """Sequence and position of one row of the packed batch; padding rows stand at -1."""
     b, _, _, shift = find_tile(
-        cu_seqlens_q_ptr, seqused_k_ptr, row - row_begin, num_seqs, row_begin, row_end, 0, BLOCK_B
-    )
+        cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, row - row_begin, num_seqs, num_tokens,
+        max_seqlen_k, row_begin, row_end, 0, BLOCK_B,
+    )  # fmt: skip
     padding = b == num_seqs
     return tl.where(padding, 0, b), tl.where(padding, -1, row + shift)
 
@@ -22,8 +32,11 @@ def find_row(
 def find_tile(
     cu_seqlens_q_ptr,
     seqused_k_ptr,
+    first_key_ptr,
     tile,
     num_seqs,
+    num_tokens,
+    max_seqlen_k,
     row_begin,
     row_end,
     TILE_T: tl.constexpr,
@@ -36,6 +49,9 @@ def find_tile(
     needs no prefix sum; padding is sequence `num_seqs`. Spare tiles come back empty (first >= end).
     With `TILE_T` 0, `tile` is a row, counted from `row_begin`.
     Adding the shift takes a row to its position: the last row stands at the last key.
+
+    Whatever the metadata hold, the rows are among ``row_begin .. row_end`` and no row stands past
+    the last key that the storage has room for.
     """
     found_b, found_row, found_end, found_shift = 0, 0, 0, 0
     for first in range(0, num_seqs + 1, BLOCK_B):
@@ -54,16 +70,27 @@ def find_tile(
             mine = (b <= num_seqs) & (first_tile <= tile) & (tile < next_tile)
             row += (tile - first_tile) * TILE_T
             limit = tl.minimum(limit, row + TILE_T)
-        found_b += tl.sum(tl.where(mine, b, 0))
-        found_row += tl.sum(tl.where(mine, row, 0))
-        found_end += tl.sum(tl.where(mine, limit, 0))
+        # One sequence has the tile. Of several, which offsets that decrease make, any will do.
+        found_b = tl.maximum(found_b, tl.max(tl.where(mine, b, 0)))
+        found_row = tl.maximum(found_row, tl.max(tl.where(mine, row, 0)))
+        found_end = tl.maximum(found_end, tl.max(tl.where(mine, limit, 0)))
         found_shift += tl.sum(tl.where(mine & (b < num_seqs), seqused - end, 0))
-    return found_b, found_row, found_end, found_shift
+    room = _key_room(first_key_ptr, found_b, num_seqs, num_tokens, max_seqlen_k)
+    return found_b, found_row, found_end, tl.minimum(found_shift, room - found_end)
 
 
 @triton.jit
 def sequence_tile(
-    cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T: tl.constexpr
+    cu_seqlens_q_ptr,
+    seqused_k_ptr,
+    first_key_ptr,
+    tile,
+    num_seqs,
+    num_tokens,
+    max_seqlen_k,
+    row_begin,
+    row_end,
+    TILE_T: tl.constexpr,
 ):
     """What `find_tile` returns if no sequence is longer than a tile: tile `b` is sequence `b`."""
     b = tl.minimum(tile, num_seqs)
@@ -72,7 +99,24 @@ def sequence_tile(
     seqused = tl.load(seqused_k_ptr + b, mask=b < num_seqs, other=0)
     row = tl.minimum(tl.maximum(start, row_begin), row_end) + (tile - b) * TILE_T
     limit = tl.minimum(tl.minimum(tl.maximum(end, row_begin), row_end), row + TILE_T)
-    return b, row, limit, seqused - end
+    room = _key_room(first_key_ptr, b, num_seqs, num_tokens, max_seqlen_k)
+    return b, row, limit, tl.minimum(seqused - end, room - limit)
+
+
+@triton.jit
+def _first_key(first_key_ptr, b, num_seqs, num_tokens):
+    """Where the keys of a sequence start, inside the storage whatever the metadata say."""
+    first = tl.load(first_key_ptr + b, b < num_seqs, 0)
+    return tl.minimum(tl.maximum(first, 0), num_tokens)
+
+
+@triton.jit
+def _key_room(first_key_ptr, b, num_seqs, num_tokens, max_seqlen_k):
+    """Keys that the storage has for a sequence at most."""
+    if first_key_ptr is None:
+        return tl.minimum(num_tokens, max_seqlen_k)
+    first = _first_key(first_key_ptr, b, num_seqs, num_tokens)
+    return tl.minimum(num_tokens - first, max_seqlen_k)
 
 
 @triton.jit
@@ -85,20 +129,21 @@ def block_coordinates(
     first_key_ptr,
     stride_table_b,
     num_pages,
+    num_tokens,
     LAYOUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """Page (or sequence) and token in it of the first key of each logical block.
 
-    Nothing is read where `mask` is false or `b` is padding. A page id out of range is bounded: it
-    gives wrong numbers, never an access outside the cache.
+    Nothing is read where `mask` is false or `b` is padding; elsewhere a row of `b` sees the block.
+    A page id out of range is bounded: it gives wrong numbers, never an access outside the cache.
     """
     if LAYOUT == "paged":
         page = tl.load(block_table_ptr + tl.cast(b, tl.int64) * stride_table_b + block, mask, 0)
         return tl.minimum(tl.maximum(page, 0), num_pages - 1), block * 0
     first = block * BLOCK_SIZE
     if first_key_ptr is not None:
-        first += tl.load(first_key_ptr + b, b < num_seqs, 0)
+        first += _first_key(first_key_ptr, b, num_seqs, num_tokens)
     if LAYOUT == "packed":
         return block * 0, first
     return block * 0 + b, first

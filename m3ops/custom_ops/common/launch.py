@@ -12,7 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...batch import PACKED, PAGED, Batch
+from ...batch import PACKED, PAGED, Batch, storage_tokens
+
+_LARGEST = 2**31 - 1
 
 MAX_DECODE_QUERIES = 16
 """Batches with at most this many query tokens per sequence are taken as decode rows."""
@@ -62,6 +64,9 @@ def layout_args(batch: Batch, keys: Tensor) -> dict[str, Any]:
         "stride_table_b": 0 if table is None else table.stride(0),
         "num_pages": keys.shape[0],
         "num_seqs": batch.num_seqs,
+        "num_tokens": storage_tokens(batch, keys),
+        # Wider integers would compile the kernel anew.
+        "max_seqlen_k": min(batch.max_seqlen_k, _LARGEST),
         "LAYOUT": batch.layout,
         "BLOCK_SIZE": batch.block_size,
         "BLOCK_B": BLOCK_B,

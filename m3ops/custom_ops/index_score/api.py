@@ -14,6 +14,7 @@ from ...batch import (
     check_no_grad,
     check_rows,
     check_shape,
+    check_written,
     make_batch,
 )
 from . import ops as ops
@@ -99,6 +100,7 @@ def index_score(
             f"`out` must have at least ceil(max_seqlen_k / block_size) = "
             f"{batch.num_block_columns} block columns, got {out.shape[2]}"
         )
+    check_written("out", out, index_q=index_q, index_k=index_k)
     torch.ops.m3ops.index_score_out(index_q, index_k, *batch, num_splits, out)
     return out
 

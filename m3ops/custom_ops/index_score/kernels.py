@@ -9,7 +9,7 @@ from ..common.kernels import block_coordinates, element_offset, find_tile, seque
 _METADATA = ["cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr", "visible_ptr"]
 _COUNTS = [
     "stride_table_b", "stride_s_t", "stride_s_h", "stride_s_j", "num_seqs", "num_pages",
-    "row_begin", "row_end", "num_tiles", "num_columns",
+    "num_tokens", "max_seqlen_k", "row_begin", "row_end", "num_tiles", "num_columns",
 ]  # fmt: skip
 
 
@@ -33,6 +33,8 @@ def _index_score_kernel(
     stride_s_j,
     num_seqs,
     num_pages,
+    num_tokens,
+    max_seqlen_k,
     row_begin,
     row_end,
     num_tiles,
@@ -66,20 +68,23 @@ def _index_score_kernel(
     split = tl.program_id(1)
     if ONE_TILE:
         b, row, row_limit, shift = sequence_tile(
-            cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T
-        )
+            cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, tile, num_seqs, num_tokens,
+            max_seqlen_k, row_begin, row_end, TILE_T,
+        )  # fmt: skip
     else:
         b, row, row_limit, shift = find_tile(
-            cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T, BLOCK_B
-        )
+            cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, tile, num_seqs, num_tokens,
+            max_seqlen_k, row_begin, row_end, TILE_T, BLOCK_B,
+        )  # fmt: skip
     if row >= row_limit:
         return
     m = tl.arange(0, BLOCK_M)
     rows = row + m // HEADS
     heads = (m % HEADS).to(tl.int64)
     live = (m < TILE_T * HEADS) & (rows < row_limit)
+    # Only live rows say how far the keys go: behind the last of them the tensor may end.
     # [BLOCK_M]
-    positions = rows + shift
+    positions = tl.where(live, rows + shift, -1)
     visible = tl.where(positions < 0, 0, positions // BLOCK_SIZE + 1)
     if b == num_seqs:
         visible = tl.zeros_like(visible)
@@ -108,7 +113,7 @@ def _index_score_kernel(
     if KEYS_FIRST:
         outer, token = block_coordinates(
             split, (split < num_columns) & (b < num_seqs), b, num_seqs, block_table_ptr,
-            first_key_ptr, stride_table_b, num_pages, LAYOUT, BLOCK_SIZE,
+            first_key_ptr, stride_table_b, num_pages, num_tokens, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         if most <= step:
             if split < most:
@@ -121,7 +126,7 @@ def _index_score_kernel(
     for block in range(split, whole, step):
         outer, token = block_coordinates(
             block, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
-            num_pages, LAYOUT, BLOCK_SIZE,
+            num_pages, num_tokens, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         best = _block_max(
             q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,
@@ -131,7 +136,7 @@ def _index_score_kernel(
     for block in range(masked, most, step):
         outer, token = block_coordinates(
             block, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
-            num_pages, LAYOUT, BLOCK_SIZE,
+            num_pages, num_tokens, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         best = _block_max(
             q, k, outer, token, block, positions, stride_k_outer, stride_k_token, BLOCK_SIZE,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...batch import PACKED, PAGED, Batch, num_blocks
+from ...batch import PACKED, PAGED, Batch, key_bounds, num_blocks
 
 # Every product has this many rows and keys, so that a dot product's bits do not depend on what
 # else is in the batch.
@@ -17,13 +17,15 @@ def index_score_reference(
     index_q: Tensor, index_k: Tensor, batch: Batch, num_splits: int, out: Tensor
 ) -> None:
     """Fill ``out[t, h, j]`` for every block `j` that row `t` sees; other columns stay."""
-    starts = batch.cu_seqlens_q.tolist()
-    for b, seqlen_k in enumerate(batch.seqused_k.tolist()):
+    starts = batch.cu_seqlens_q.clamp(0, index_q.shape[0]).tolist()
+    first_key, num_keys = key_bounds(batch, index_k)
+    seqlens_k = batch.seqused_k.minimum(num_keys).tolist()
+    for b, (first_k, seqlen_k) in enumerate(zip(first_key.tolist(), seqlens_k, strict=True)):
         first, last = starts[b], starts[b + 1]
-        if first == last or seqlen_k <= 0:
+        if first >= last or seqlen_k <= 0:
             continue
         visible = num_blocks(seqlen_k, batch.block_size)
-        keys = _sequence_keys(index_k, batch, b, seqlen_k)
+        keys = _sequence_keys(index_k, batch, b, first_k, seqlen_k)
         positions = torch.arange(seqlen_k - (last - first), seqlen_k, device=out.device)
         out[first:last, :, :visible] = _block_scores(
             index_q[first:last], keys, positions, batch.block_size
@@ -51,15 +53,12 @@ def _block_scores(q: Tensor, keys: Tensor, positions: Tensor, block_size: int) -
     return torch.cat(scores)[: len(rows)].unflatten(0, (len(q), q.shape[1]))
 
 
-def _sequence_keys(index_k: Tensor, batch: Batch, b: int, seqlen_k: int) -> Tensor:
+def _sequence_keys(index_k: Tensor, batch: Batch, b: int, first_key: int, seqlen_k: int) -> Tensor:
     """The keys ``[seqlen_k, Di]`` of sequence `b`, in order."""
     if batch.layout == PAGED:
         assert batch.block_table is not None
         pages = batch.block_table[b, : num_blocks(seqlen_k, batch.block_size)]
-        return index_k[pages.long()].flatten(0, 1)[:seqlen_k]
-    if batch.layout == PACKED:
-        assert batch.cu_seqlens_k is not None
-        first = int(batch.cu_seqlens_k[b])
-        return index_k[first : first + seqlen_k]
-    first = 0 if batch.leftpad_k is None else int(batch.leftpad_k[b])
-    return index_k[b, first : first + seqlen_k]
+        pages = pages.long().clamp(0, index_k.shape[0] - 1)
+        return index_k[pages].flatten(0, 1)[:seqlen_k]
+    keys = index_k if batch.layout == PACKED else index_k[b]
+    return keys[first_key : first_key + seqlen_k]

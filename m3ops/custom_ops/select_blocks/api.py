@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...batch import check_at_least, check_no_grad
+from ...batch import check_at_least, check_no_grad, check_written
 from ..index_score.api import check_index_inputs
 from ..topk_select.api import check_ids_out, check_selection
 from . import ops as ops
@@ -76,5 +76,6 @@ def select_blocks(
         return torch.ops.m3ops.select_blocks(index_q, index_k, *batch, *options)
     check_no_grad(index_q=index_q, index_k=index_k)
     check_ids_out(out, index_q.shape[0], index_q.shape[1], topk, index_q.device)
+    check_written("out", out, index_q=index_q, index_k=index_k)
     torch.ops.m3ops.select_blocks_out(index_q, index_k, *batch, *options, out)
     return out

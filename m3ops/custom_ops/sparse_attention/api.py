@@ -13,8 +13,10 @@ from ...batch import (
     check_dtype,
     check_floating,
     check_no_grad,
+    check_number,
     check_rows,
     check_shape,
+    check_written,
     make_batch,
 )
 from .ops import lse_dtype
@@ -118,6 +120,8 @@ def sparse_attention(
     check_device("block_ids", block_ids, q.device)
     check_at_least("num_splits", num_splits, 0)
     check_at_least("max_scratch_bytes", max_scratch_bytes, 1)
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     options = (scale, num_splits, max_scratch_bytes)
     if out is None:
@@ -135,6 +139,9 @@ def sparse_attention(
     check_dtype("lse_out", lse_out, lse_dtype(q))
     check_shape("lse_out", lse_out, "[T, Hq]", (rows, heads_q))
     check_device("lse_out", lse_out, q.device)
+    inputs = {"q": q, "k": k, "v": v, "block_ids": block_ids}
+    check_written("out", out, **inputs, lse_out=lse_out)
+    check_written("lse_out", lse_out, **inputs)
     torch.ops.m3ops.sparse_attention_out(q, k, v, block_ids, *batch, *options, out, lse_out)
     return (out, lse_out) if return_lse else out
 
@@ -154,15 +161,26 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         Where all parts are empty, 0 and -inf. Deterministic.
 
     Raises:
-        ValueError: no parts, or their numbers or shapes differ.
+        TypeError: parts are not tensors, or of several dtypes.
+        ValueError: no parts, or their numbers, shapes or devices differ.
     """
+    for name, given in (("outs", outs), ("lses", lses)):
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"`{name}` must be a list of tensors, got {type(given).__name__}")
     if not outs or len(outs) != len(lses):
         raise ValueError(
             f"`outs` and `lses` must be as many, at least one, got {len(outs)} and {len(lses)}"
         )
+    check_floating("outs[0]", outs[0])
+    check_dtype("lses[0]", lses[0], torch.float32, torch.float64)
+    sizes = tuple(outs[0].shape) or (None,)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        check_shape(f"outs[{i}]", out, "the shape of the others", tuple(outs[0].shape))
+        check_shape(f"outs[{i}]", out, "[..., D], the shape of the others", sizes)
         check_shape(f"lses[{i}]", lse, "[...]", tuple(outs[0].shape[:-1]))
+        check_dtype(f"outs[{i}]", out, outs[0].dtype)
+        check_dtype(f"lses[{i}]", lse, lses[0].dtype)
+        check_device(f"outs[{i}]", out, outs[0].device)
+        check_device(f"lses[{i}]", lse, outs[0].device)
     lse = torch.stack(tuple(lses))
     top = lse.amax(0)
     # Not exp(lse - total): where the sums are large, the rounding of `total` would be in the mean.

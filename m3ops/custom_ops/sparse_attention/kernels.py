@@ -11,6 +11,8 @@ _COUNTS = [
     "stride_table_b",
     "num_seqs",
     "num_pages",
+    "num_tokens",
+    "max_seqlen_k",
     "row_begin",
     "row_end",
     "stride_o_s",
@@ -56,6 +58,8 @@ def _sparse_attention_kernel(
     stride_table_b,
     num_seqs,
     num_pages,
+    num_tokens,
+    max_seqlen_k,
     row_begin,
     row_end,
     num_splits,
@@ -89,8 +93,9 @@ def _sparse_attention_kernel(
     in_group = group_head < GROUP
     d = tl.arange(0, BLOCK_D)
     b, position = find_row(
-        cu_seqlens_q_ptr, seqused_k_ptr, row.to(tl.int32), num_seqs, row_begin, row_end, BLOCK_B
-    )
+        cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, row.to(tl.int32), num_seqs, num_tokens,
+        max_seqlen_k, row_begin, row_end, BLOCK_B,
+    )  # fmt: skip
     own_block = tl.where(position < 0, -1, position // BLOCK_SIZE)
 
     # The ids and pages of this share are fetched at once: inside the loop, a load that waits for a
@@ -106,7 +111,7 @@ def _sparse_attention_kernel(
     last_slot = tl.max(tl.where(live, slots, -1))
     outers, tokens = block_coordinates(
         tl.where(live, ids, 0), live, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
-        num_pages, LAYOUT, BLOCK_SIZE,
+        num_pages, num_tokens, LAYOUT, BLOCK_SIZE,
     )  # fmt: skip
     k_ptr += head_kv * stride_k_h
     v_ptr += head_kv * stride_v_h
@@ -224,10 +229,13 @@ def _sparse_attention_union_kernel(
     counts_ptr,
     cu_seqlens_q_ptr,
     seqused_k_ptr,
+    first_key_ptr,
     stride_i_t,
     stride_i_h,
     stride_i_k,
     num_seqs,
+    num_tokens,
+    max_seqlen_k,
     row_begin,
     row_end,
     HEADS: tl.constexpr,
@@ -250,8 +258,9 @@ def _sparse_attention_union_kernel(
     tile = tl.program_id(0)
     head = tl.program_id(1)
     b, row, row_limit, shift = find_tile(
-        cu_seqlens_q_ptr, seqused_k_ptr, tile, num_seqs, row_begin, row_end, TILE_T, BLOCK_B
-    )
+        cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, tile, num_seqs, num_tokens, max_seqlen_k,
+        row_begin, row_end, TILE_T, BLOCK_B,
+    )  # fmt: skip
     if head == 0:
         tl.store(tiles_ptr + tile * 4, b)
         tl.store(tiles_ptr + tile * 4 + 1, row)
@@ -297,7 +306,7 @@ def _count_runs(left_first, left_last, left_count, right_first, right_last, righ
 
 
 @triton.jit(
-    do_not_specialize=["stride_table_b", "num_tiles", "num_seqs", "num_pages"],
+    do_not_specialize=["stride_table_b", "num_tiles", "num_seqs", "num_pages", "num_tokens"],
     do_not_specialize_on_alignment=_METADATA,
 )
 def _sparse_attention_tile_kernel(
@@ -328,6 +337,7 @@ def _sparse_attention_tile_kernel(
     num_tiles,
     num_seqs,
     num_pages,
+    num_tokens,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -390,7 +400,7 @@ def _sparse_attention_tile_kernel(
         first = step % PARTS * BLOCK_N
         outer, token = block_coordinates(
             entry >> TILE_T, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
-            num_pages, LAYOUT, BLOCK_SIZE,
+            num_pages, num_tokens, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         keys = _load_tile(
             k, outer, head_kv, token + first, False, 0, stride_k_outer, stride_k_token,
@@ -416,7 +426,7 @@ def _sparse_attention_tile_kernel(
         block = entry >> TILE_T
         outer, token = block_coordinates(
             block, True, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b, num_pages,
-            LAYOUT, BLOCK_SIZE,
+            num_tokens, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         # Keys past the last position of the tile may be anything, and must not reach a product.
         num_keys = last + 1 - block * BLOCK_SIZE - first

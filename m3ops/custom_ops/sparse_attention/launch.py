@@ -293,7 +293,16 @@ def _launch_union(
     counts: Tensor,
 ) -> None:
     layout = layout_args(inputs.batch, inputs.k)
-    shared = ("cu_seqlens_q_ptr", "seqused_k_ptr", "num_seqs", "BLOCK_SIZE", "BLOCK_B")
+    shared = (
+        "cu_seqlens_q_ptr",
+        "seqused_k_ptr",
+        "first_key_ptr",
+        "num_seqs",
+        "num_tokens",
+        "max_seqlen_k",
+        "BLOCK_SIZE",
+        "BLOCK_B",
+    )
     launch(
         _sparse_attention_union_kernel,
         (tile_rows.shape[0], inputs.heads_kv),
@@ -330,6 +339,7 @@ def _launch_tiles(
         "stride_table_b",
         "num_pages",
         "num_seqs",
+        "num_tokens",
         "LAYOUT",
         "BLOCK_SIZE",
     )

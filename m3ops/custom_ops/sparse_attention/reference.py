@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...batch import BATCHED, PACKED, PAGED, Batch, row_positions
+from ...batch import PACKED, PAGED, Batch, key_bounds, row_positions
 
 # Small chunks stay in a CPU's caches.
 _CPU_CHUNK_BYTES = 2**24
@@ -110,6 +110,9 @@ def _chunks(
     row_bytes = 4 * heads_kv * topk * batch.block_size * (2 * k.shape[-1] + 4 * q.shape[1])
     size = max(1, budget // row_bytes)
     seq, position, live = row_positions(batch.cu_seqlens_q, batch.seqused_k, q.shape[0])
+    sequence = seq.clamp(max=batch.num_seqs - 1)
+    first_key, num_keys = (bound[sequence] for bound in key_bounds(batch, k))
+    position = position.minimum(num_keys - 1)
     offsets = torch.arange(batch.block_size, device=q.device)
     heads = torch.arange(heads_kv, device=q.device)[:, None]
     for start in range(0, q.shape[0], size):
@@ -120,24 +123,16 @@ def _chunks(
         seen = (ids >= 0)[..., None].expand(*ids.shape, batch.block_size).flatten(2)
         seen = seen & (keys <= position[rows, None, None]) & live[rows, None, None]
         keys = keys.where(seen, 0)
-        sequence = seq[rows, None, None].clamp(max=batch.num_seqs - 1)
-        yield _Chunk(rows, _storage_index(keys, sequence, heads, seen, batch), seen)
-
-
-def _storage_index(
-    keys: Tensor, sequence: Tensor, heads: Tensor, seen: Tensor, batch: Batch
-) -> tuple[Tensor, ...]:
-    """Index of key `keys` of sequence `sequence` in a key tensor; of the first one if unseen."""
-    if batch.layout == PAGED:
-        assert batch.block_table is not None
-        pages = batch.block_table[sequence, keys // batch.block_size].long()
-        return pages.where(seen, 0), heads, keys % batch.block_size
-    if batch.layout == PACKED:
-        assert batch.cu_seqlens_k is not None
-        return (keys + batch.cu_seqlens_k[sequence]).where(seen, 0), heads
-    assert batch.layout == BATCHED
-    first = 0 if batch.leftpad_k is None else batch.leftpad_k[sequence]
-    return sequence, (keys + first).where(seen, 0), heads
+        at = sequence[rows, None, None]
+        index: tuple[Tensor, ...]
+        if batch.layout == PAGED:
+            assert table is not None
+            pages = table[at, keys // batch.block_size].long().clamp(0, k.shape[0] - 1)
+            index = pages.where(seen, 0), heads, keys % batch.block_size
+        else:
+            tokens = (keys + first_key[rows, None, None]).where(seen, 0)
+            index = (tokens, heads) if batch.layout == PACKED else (at, tokens, heads)
+        yield _Chunk(rows, index, seen)
 
 
 def _gather(tensor: Tensor, chunk: _Chunk, dtype: torch.dtype) -> Tensor:

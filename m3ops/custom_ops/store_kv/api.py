@@ -13,6 +13,7 @@ from ...batch import (
     check_no_grad,
     check_rows,
     check_shape,
+    check_written,
 )
 from . import ops as ops
 
@@ -40,7 +41,8 @@ def store_kv(
 
     Raises:
         TypeError: a dtype is not the expected one.
-        ValueError: shapes, strides or devices do not fit, or a token requires grad.
+        ValueError: shapes, strides or devices do not fit, a token requires grad, or caches share
+            memory.
     """
     check_shape("key", key, "[T, Hkv, D]", (None, None, None))
     rows, heads, dim = key.shape
@@ -71,4 +73,7 @@ def store_kv(
     check_device("slot_mapping", slot_mapping, key.device)
     check_no_grad(key=key, value=value, index_key=index_key)
     check_no_grad(k_cache=k_cache, v_cache=v_cache, index_k_cache=index_k_cache)
+    check_written("k_cache", k_cache, v_cache=v_cache, index_k_cache=index_k_cache)
+    check_written("v_cache", v_cache, index_k_cache=index_k_cache)
+    check_written("index_k_cache", index_k_cache)
     torch.ops.m3ops.store_kv(key, value, index_key, slot_mapping, k_cache, v_cache, index_k_cache)

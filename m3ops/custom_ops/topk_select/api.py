@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...batch import check_at_least, check_device, check_dtype, check_no_grad, check_shape
+from ...batch import (
+    check_at_least,
+    check_device,
+    check_dtype,
+    check_no_grad,
+    check_shape,
+    check_written,
+)
 from . import ops as ops
 
 
@@ -52,6 +59,7 @@ def topk_select(
         )
     check_no_grad(scores=scores)
     check_ids_out(out, scores.shape[0], scores.shape[1], topk, scores.device)
+    check_written("out", out, scores=scores, num_valid_blocks=num_valid_blocks)
     torch.ops.m3ops.topk_select_out(scores, num_valid_blocks, topk, init_blocks, local_blocks, out)
     return out
 
