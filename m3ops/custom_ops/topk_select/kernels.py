@@ -15,8 +15,9 @@ _COUNTS = [
     "num_columns",
 ]
 
-_LOWEST = tl.constexpr(-(2**31))
-_LARGEST = tl.constexpr(2**31 - 1)
+# Keys of blocks that are not visible, and of those that are forced.
+_UNSEEN = tl.constexpr(-(2**31))
+_FORCED = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["visible_ptr"])
@@ -37,93 +38,177 @@ def _topk_select_columns_kernel(
     TOPK: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A thread per row, for many rows that lie side by side in memory.
+    """A thread per row and share of its columns, for many rows side by side in memory.
 
-    The first pass over the columns keeps each row's best scores sorted in registers, which yields
-    the least score kept and how many blocks with just that score have room. The second pass writes
-    the ids in ascending order. Limit: arithmetic, about 2 K instructions a score.
+    The first pass sorts `BLOCK_K` keys at a time into the best of the share by a comparator
+    network; the shares' lists, merged, yield the least key kept, and each list how many of its
+    share are. With that the second pass emits the ids in ascending order. Limit: arithmetic, about
+    30 comparisons a score.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    NUM_FORCED: tl.constexpr = INIT + LOCAL
-    NUM_BEST: tl.constexpr = TOPK - NUM_FORCED
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = (r // HEADS).to(tl.int64)
     head = (r % HEADS).to(tl.int64)
     visible = tl.load(visible_ptr + row * stride_v_t, mask=r < num_rows, other=0)
-    # [BLOCK_R]
     visible = tl.minimum(tl.maximum(visible, 0), num_columns)
     most = tl.max(visible)
-    s_ptrs = scores_ptr + row * stride_s_t + head * stride_s_h
-    full = visible > TOPK
-    threshold = tl.where(full & (NUM_BEST == 0), float("inf"), float("-inf"))
-    room = tl.where(full, 0, visible)
-    if NUM_BEST > 0:
-        best = (threshold,) * NUM_BEST
-        ahead = _load_columns(s_ptrs, 0, visible, stride_s_j, INIT, LOCAL, UNROLL)
-        for first in range(0, most, UNROLL):
-            scores = ahead
-            ahead = _load_columns(s_ptrs, first + UNROLL, visible, stride_s_j, INIT, LOCAL, UNROLL)
-            for u in tl.static_range(UNROLL):
-                best = _insert(best, scores[u], NUM_BEST)
-        threshold = tl.where(full, best[NUM_BEST - 1], threshold)
-        above = tl.zeros([BLOCK_R], tl.int32)
-        for i in tl.static_range(NUM_BEST):
-            above += (best[i] > threshold).to(tl.int32)
-        room = tl.where(full, NUM_BEST - above, room)
+    # [1, BLOCK_R]
+    s_ptrs = (scores_ptr + row * stride_s_t + head * stride_s_h)[None, :]
+    i_ptrs = (ids_ptr + row * stride_i_t + head * stride_i_h)[None, :]
+    visible = visible[None, :]
+    share = tl.cdiv(tl.cdiv(most, SHARES), BLOCK_K) * BLOCK_K
+    # [SHARES, 1]
+    begin = (tl.arange(0, SHARES) * share)[:, None]
 
-    i_ptrs = ids_ptr + row * stride_i_t + head * stride_i_h
-    slot = tl.zeros([BLOCK_R], tl.int32)
-    ahead = _load_columns(s_ptrs, 0, visible, stride_s_j, INIT, LOCAL, UNROLL)
-    for first in range(0, most, UNROLL):
+    # [SHARES, BLOCK_R]
+    end = tl.minimum(begin + share, visible)
+
+    best = (tl.full([SHARES, BLOCK_R], _UNSEEN, tl.int32),) * BLOCK_K
+    ahead = _load_columns(s_ptrs, stride_s_j, begin, end, BLOCK_K)
+    for step in range(0, share, BLOCK_K):
         scores = ahead
-        ahead = _load_columns(s_ptrs, first + UNROLL, visible, stride_s_j, INIT, LOCAL, UNROLL)
-        for u in tl.static_range(UNROLL):
-            j = tl.full([BLOCK_R], 0, tl.int32) + first + u
-            free = (j >= INIT) & (j < visible - LOCAL)
-            tie = free & (scores[u] == threshold) & (room > 0)
-            kept = ((j < visible) & (free == 0)) | (free & (scores[u] > threshold)) | tie
+        # The next scores are on their way while these are sorted.
+        ahead = _load_columns(s_ptrs, stride_s_j, begin + step + BLOCK_K, end, BLOCK_K)
+        keys = ()
+        for u in tl.static_range(BLOCK_K):
+            keys = keys + (_key(scores[u], begin + step + u, visible, INIT, LOCAL),)
+        best = _merge(best, _sort(keys, BLOCK_K), BLOCK_K)
+    threshold, room, slot = _divide(best, TOPK, SHARES, BLOCK_R, BLOCK_K)
+    ahead = _load_columns(s_ptrs, stride_s_j, begin, end, BLOCK_K)
+    for step in range(0, share, BLOCK_K):
+        scores = ahead
+        ahead = _load_columns(s_ptrs, stride_s_j, begin + step + BLOCK_K, end, BLOCK_K)
+        for u in tl.static_range(BLOCK_K):
+            j = begin + step + u + tl.zeros_like(slot)
+            key = _key(scores[u], j, visible, INIT, LOCAL)
+            tie = (key == threshold) & (room > 0)
+            kept = (key > threshold) | tie
             tl.store(i_ptrs + slot * stride_i_k, j, kept)
             slot += kept.to(tl.int32)
             room -= tie.to(tl.int32)
-    k = tl.arange(0, BLOCK_K)[None, :]
-    unused = (k >= slot[:, None]) & (k < TOPK) & (r < num_rows)[:, None]
-    tl.store(i_ptrs[:, None] + k * stride_i_k, tl.full([BLOCK_R, BLOCK_K], -1, tl.int32), unused)
+    k = tl.arange(0, BLOCK_K)[:, None]
+    unused = (k >= visible) & (k < TOPK) & (r < num_rows)[None, :]
+    tl.store(i_ptrs + k * stride_i_k, tl.full([BLOCK_K, BLOCK_R], -1, tl.int32), unused)
 
 
 @triton.jit
-def _load_columns(
-    s_ptrs,
-    first,
-    visible,
-    stride_s_j,
-    INIT: tl.constexpr,
-    LOCAL: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """The next scores of every row, -inf for blocks that are forced or not visible."""
+def _load_columns(s_ptrs, stride_s_j, first, end, NUM: tl.constexpr):
+    """The scores of `NUM` columns of every row and share, a tuple."""
     columns = ()
-    for u in tl.static_range(UNROLL):
-        j = tl.full(visible.shape, 0, tl.int32) + first + u
-        free = (j >= INIT) & (j < visible - LOCAL)
-        score = tl.load(s_ptrs + j.to(tl.int64) * stride_s_j, free, float("-inf"))
-        columns = columns + (_rank(score),)
+    for u in tl.static_range(NUM):
+        j = first + u
+        columns = columns + (tl.load(s_ptrs + j.to(tl.int64) * stride_s_j, j < end, 0.0),)
     return columns
 
 
 @triton.jit
-def _insert(best, score, LENGTH: tl.constexpr):
-    """The `LENGTH` highest of a descending tuple and one more score, descending."""
-    longer = (tl.maximum(best[0], score),)
-    for i in tl.static_range(1, LENGTH):
-        longer = longer + (tl.maximum(best[i], tl.minimum(best[i - 1], score)),)
-    return longer
+def _divide(
+    best,
+    TOPK: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """From the best of every share: the least key kept of each row, how many that just reach it a
+    share may keep, and the slot of the first that it keeps.
+    """
+    merged = best
+    for level in tl.static_range(_log2(SHARES)):
+        merged = _merge_pairs(merged, SHARES >> (level + 1), BLOCK_R, BLOCK_K)
+    # [1, BLOCK_R]
+    threshold = merged[TOPK - 1].reshape([1, BLOCK_R])
+    # With fewer candidates than K the least key kept is that of none.
+    crowded = threshold > _UNSEEN
+    above = tl.zeros([SHARES, BLOCK_R], tl.int32)
+    ties = tl.zeros([SHARES, BLOCK_R], tl.int32)
+    for i in tl.static_range(BLOCK_K):
+        above += (best[i] > threshold).to(tl.int32)
+        ties += ((best[i] == threshold) & crowded).to(tl.int32)
+    # Ties go to the lower ids, and so to the first shares.
+    room = TOPK - tl.sum(above, 0)[None, :] - (tl.cumsum(ties, 0) - ties)
+    room = tl.minimum(tl.maximum(room, 0), ties)
+    return threshold, room, tl.cumsum(above + room, 0) - (above + room)
+
+
+@triton.jit
+def _key(score, j, visible, INIT: tl.constexpr, LOCAL: tl.constexpr):
+    """What block `j` with this score ranks by."""
+    key = _order(score)
+    if INIT > 0:
+        key = tl.where(j < INIT, _FORCED, key)
+    if LOCAL > 0:
+        key = tl.where(j >= visible - LOCAL, _FORCED, key)
+    return tl.where(j < visible, key, _UNSEEN)
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.constexpr_function
+def _partner(i, reach, distance, length):
+    """Which of `length` keys one layer of Batcher's odd-even merge sort compares with key `i`."""
+    place = i - distance % reach
+    if place < 0:
+        return i
+    other = i + distance if place % (2 * distance) < distance else i - distance
+    same_block = min(i, other) // (2 * reach) == max(i, other) // (2 * reach)
+    return other if other < length and same_block else i
+
+
+@triton.jit
+def _compare(keys, REACH: tl.constexpr, DISTANCE: tl.constexpr, LENGTH: tl.constexpr):
+    """One layer of comparators, the larger of each pair first."""
+    ordered = ()
+    for i in tl.static_range(LENGTH):
+        if _partner(i, REACH, DISTANCE, LENGTH) > i:
+            key = tl.maximum(keys[i], keys[_partner(i, REACH, DISTANCE, LENGTH)])
+        elif _partner(i, REACH, DISTANCE, LENGTH) < i:
+            key = tl.minimum(keys[i], keys[_partner(i, REACH, DISTANCE, LENGTH)])
+        else:
+            key = keys[i]
+        ordered = ordered + (key,)
+    return ordered
+
+
+@triton.jit
+def _sort(keys, LENGTH: tl.constexpr):
+    """A tuple of keys, descending."""
+    for e in tl.static_range(_log2(LENGTH)):
+        for f in tl.static_range(e + 1):
+            keys = _compare(keys, 1 << e, 1 << (e - f), LENGTH)
+    return keys
+
+
+@triton.jit
+def _merge(one, other, LENGTH: tl.constexpr):
+    """The `LENGTH` largest of two descending tuples, descending."""
+    keys = ()
+    for i in tl.static_range(LENGTH):
+        keys = keys + (tl.maximum(one[i], other[LENGTH - 1 - i]),)
+    # What is left is bitonic.
+    for f in tl.static_range(_log2(LENGTH)):
+        keys = _compare(keys, LENGTH >> (f + 1), LENGTH >> (f + 1), LENGTH)
+    return keys
+
+
+@triton.jit
+def _merge_pairs(lists, PAIRS: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr):
+    """``[2 PAIRS, ROWS]`` descending lists merged to ``[PAIRS, ROWS]``."""
+    one, other = (), ()
+    for i in tl.static_range(LENGTH):
+        left, right = tl.split(lists[i].reshape([PAIRS, 2, ROWS]).permute([0, 2, 1]))
+        one = one + (left,)
+        other = other + (right,)
+    return _merge(one, other, LENGTH)
 
 
 @triton.jit
@@ -220,16 +305,27 @@ def _select_row(
         reach = top
     step = 0
     while (reach != wanted) & (low < high) & (step < 64):
-        # Scores lie close together on their own scale, but only halving bits ends for certain.
+        # Three counts in one sum, which is what takes the time.
+        lower = 0.75 * low + 0.25 * high
         middle = 0.5 * low + 0.5 * high
-        if (step >= 24) | ((middle > low) & (middle < high) == 0):
+        upper = 0.25 * low + 0.75 * high
+        # Scores lie close together on their own scale, but only halving bits ends for certain.
+        if (step >= 12) | ((lower > low) & (upper < high) == 0):
             middle = _middle_bits(low, high)
             high = tl.where(middle > low, high, low)
-        count = tl.sum((scores >= middle).to(tl.int32))
-        enough = count >= wanted
-        low = tl.where(enough, middle, low)
-        reach = tl.where(enough, count, reach)
-        high = tl.where(enough, high, middle)
+            lower = middle
+            upper = middle
+        counts = tl.sum(
+            (scores >= lower).to(tl.int64)
+            + ((scores >= middle).to(tl.int64) << 20)
+            + ((scores >= upper).to(tl.int64) << 40)
+        )
+        count_lower = (counts & 0xFFFFF).to(tl.int32)
+        count_middle = ((counts >> 20) & 0xFFFFF).to(tl.int32)
+        count_upper = (counts >> 40).to(tl.int32)
+        low, high, reach = _narrow(low, high, reach, lower, count_lower, wanted)
+        low, high, reach = _narrow(low, high, reach, middle, count_middle, wanted)
+        low, high, reach = _narrow(low, high, reach, upper, count_upper, wanted)
         step += 1
 
     kept = free & (scores >= low)
@@ -245,6 +341,15 @@ def _select_row(
     k = tl.arange(0, BLOCK_K)
     unused = (k >= wanted + num_forced) & (k < TOPK)
     tl.store(i_ptr + k * stride_i_k, tl.full([BLOCK_K], -1, tl.int32), unused)
+
+
+@triton.jit
+def _narrow(low, high, reach, pivot, count, wanted):
+    """Take one more count into the bounds of the search."""
+    enough = (count >= wanted) & (pivot > low)
+    reach = tl.where(enough, count, reach)
+    low = tl.where(enough, pivot, low)
+    return low, tl.where(count < wanted, tl.minimum(high, pivot), high), reach
 
 
 @triton.jit
@@ -293,8 +398,8 @@ def _topk_select_wide_kernel(
     visible = tl.minimum(tl.maximum(visible, 0), num_columns)
     wanted = tl.minimum(visible, TOPK)
     s_ptr = scores_ptr + row * stride_s_t + head * stride_s_h
-    low = tl.full([], _LOWEST, tl.int32)
-    high = tl.full([], _LARGEST, tl.int32)
+    low = tl.full([], _UNSEEN, tl.int32)
+    high = tl.full([], _FORCED, tl.int32)
     reach = visible
     while (reach != wanted) & (low < high):
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
@@ -339,10 +444,8 @@ def _load_keys(
 ):
     """Ordered keys of one chunk of a row; the lowest number past `visible`."""
     j = first + tl.arange(0, BLOCK_J)
-    is_visible = j < visible
-    keys = _order(tl.load(s_ptr + j.to(tl.int64) * stride_s_j, mask=is_visible, other=0.0))
-    forced = (j < INIT) | (j >= visible - LOCAL)
-    return tl.where(is_visible, tl.where(forced, _LARGEST, keys), _LOWEST)
+    scores = tl.load(s_ptr + j.to(tl.int64) * stride_s_j, mask=j < visible, other=0.0)
+    return _key(scores, j, visible, INIT, LOCAL)
 
 
 @triton.jit

@@ -18,8 +18,11 @@ from .kernels import (
 MAX_REGISTER_COLUMNS = 32768
 """Widest row that a program keeps in registers."""
 
-MAX_SORTED = 64
-"""Most ids of a row that one thread keeps sorted in registers."""
+MAX_SORTED = 16
+"""Most ids of a row that a thread keeps sorted in registers: networks for more compile for long."""
+
+BLOCK_R = 32
+"""Rows of a program that gives each a thread."""
 
 NARROW_COLUMNS = 1024
 """Rows that see no more blocks than this are searched as narrow ones, however wide the buffer."""
@@ -33,7 +36,7 @@ def launch_topk_select(
     local_blocks: int,
     out: Tensor,
 ) -> None:
-    """A thread per row if there are many, else a program per row."""
+    """A thread per row and share of its columns if there are many, else a program per row."""
     rows, heads, columns = scores.shape
     arguments: dict[str, Any] = {
         "scores_ptr": scores,
@@ -55,9 +58,9 @@ def launch_topk_select(
         "BLOCK_K": next_power_of_2(topk),
     }
     if topk <= MAX_SORTED and many_rows(rows, heads, scores.device):
-        grid: tuple[int, ...] = (triton.cdiv(rows * heads, 64),)
-        kernel, arguments["BLOCK_R"], arguments["UNROLL"] = _topk_select_columns_kernel, 64, 16
-        arguments["num_warps"] = 2
+        grid: tuple[int, ...] = (triton.cdiv(rows * heads, BLOCK_R),)
+        kernel, arguments["BLOCK_R"] = _topk_select_columns_kernel, BLOCK_R
+        arguments["SHARES"] = arguments["num_warps"] = _shares(grid[0], scores.device)
     elif columns > MAX_REGISTER_COLUMNS:
         grid = (rows * heads,)
         kernel, arguments["BLOCK_J"], arguments["num_warps"] = _topk_select_wide_kernel, 8192, 16
@@ -74,6 +77,11 @@ def launch_topk_select(
 def many_rows(rows: int, heads: int, device: torch.device) -> bool:
     """Whether a thread per row fills the device."""
     return rows * heads >= 64 * num_multiprocessors(device)
+
+
+def _shares(programs: int, device: torch.device) -> int:
+    """Shares of a row's columns, each another warp: few where there are warps enough without."""
+    return 2 if programs >= 16 * num_multiprocessors(device) else 4
 
 
 def _rows_aligned(scores: Tensor) -> bool:
