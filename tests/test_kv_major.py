@@ -40,7 +40,8 @@ interpreted = pytest.mark.skipif(
 # The one geometry of the Gluon kernels, with as few heads as show how groups are told apart.
 GROUP, BLOCK, DIM = 16, 128, 128
 HOPPER = Geometry(heads_q=2 * GROUP, heads_kv=2, dim=DIM, index_dim=16, block_size=BLOCK)
-KV_MAJOR, UNION = 0, 2**12
+# A union never takes more steps than it has selections, each an eighth of 32.
+KV_MAJOR, UNION = 0, 33
 
 
 def batch_of(inputs: Inputs) -> Batch:
@@ -201,7 +202,7 @@ def road(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield choose
 
 
-def attend(inputs: Inputs, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def attend(inputs: Inputs, ids: Tensor, **options: Any) -> Any:
     return m3ops.sparse_attention(
         inputs.q, inputs.k, inputs.v, ids, **inputs.batch, return_lse=True, **options
     )
@@ -215,8 +216,8 @@ def both_roads(road: Any, inputs: Inputs, ids: Tensor, chunk_rows: int = 4096) -
     taken = road(KV_MAJOR, chunk_rows)
     results = attend(inputs, ids)
     assert [int(lists.balance) > 0 for lists in taken] == [True]
-    for name, actual, expected in zip(("out", "lse"), results, union, strict=True):
-        assert_within_budget(name, actual, expected.double(), expected)
+    assert_within_budget("out", results[0], union[0].double(), union[0])
+    torch.testing.assert_close(results[1], union[1], rtol=0, atol=1e-5)
     return results
 
 
@@ -300,16 +301,15 @@ def test_poison_and_strides_change_no_bit(road: Any, device: torch.device) -> No
     ids = random_ids(plain, 5)
     road(KV_MAJOR)
     expected = attend(plain, ids)
+    kinds: list[dict[str, Any]] = [
+        {"poison": 3e38},
+        {"poison": -math.inf},
+        {"strides": "sliced"},
+        {"strides": "interleaved"},
+    ]
     twins = [
-        lay_out(sequences, block_size=BLOCK, padding_rows=2, seed=seed, **options)
-        for seed, options in enumerate(
-            (
-                {"poison": 3e38},
-                {"poison": -math.inf},
-                {"strides": "sliced"},
-                {"strides": "interleaved"},
-            )
-        )
+        lay_out(sequences, block_size=BLOCK, padding_rows=2, seed=seed, **kind)
+        for seed, kind in enumerate(kinds)
     ]
     sliced = poisoned(3, 50 + len(ids), 8, dtype=torch.int32, device=device)
     sliced = sliced[:2, 3 : 3 + len(ids), 1:6].transpose(0, 1)
@@ -389,7 +389,7 @@ def test_wild_ids_and_pages_stay_inside(road: Any, device: torch.device) -> None
 def test_large_logits(road: Any, device: torch.device) -> None:
     inputs = make_inputs([(2000, 500)], HOPPER, dtype=torch.bfloat16, device=device)
     ids = random_ids(inputs, 5)
-    for scale in (1e3, 1e-3):
+    for scale in (30.0, 1e-3):
         road(KV_MAJOR)
         out, lse = attend(inputs, ids, softmax_scale=scale)
         rows = some_rows(inputs)
@@ -449,12 +449,11 @@ def test_scratch_on_the_device_is_bounded(road: Any, device: torch.device) -> No
     inputs = make_inputs([(20000, 6000)], HOPPER, dtype=torch.bfloat16, device=device)
     ids = drifting(6000, 100, 16, device, 1)
     bound = 2**26
-    taken = road()
+    road()
     expected = attend(inputs, ids)
-    torch.cuda.synchronize()
+    taken = road()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    taken = road()
     results = attend(inputs, ids, max_scratch_bytes=bound)
     assert [int(lists.balance) > 0 for lists in taken] == [True]
     written = sum(x.numel() * x.element_size() for x in results)

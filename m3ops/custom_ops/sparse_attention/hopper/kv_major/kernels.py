@@ -38,6 +38,12 @@ _reinterpret = getattr(
     getattr(gl.shared_memory_descriptor, "_reinterpret", None),
 )
 
+# Of the Gluon kernel: tokens of a tile, which fill the 64 rows of one warpgroup's products; the
+# warpgroups that multiply; bits of an entry that hold a key of its block of 128.
+_TILE_T = gl.constexpr(4)
+_WARPGROUPS = gl.constexpr(3)
+_KEY_BITS = gl.constexpr(7)
+
 _METADATA = ["cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr"]
 _COUNTS = [
     "stride_table_b",
@@ -271,7 +277,7 @@ def _kv_major_place_kernel(
 
 
 @gluon.jit
-def _share(num_tiles_ptr, head, NUM_HEADS: gl.constexpr):
+def _share(num_tiles_ptr, head):
     """First and end tile of one head that this program takes: tiles are shared out evenly."""
     num_tiles = gl.load(num_tiles_ptr + head)
     program = gl.program_id(0)
@@ -294,30 +300,25 @@ def _load_place(lists_ptr, index):
 
 
 @gluon.jit
-def _copy_token(desc, boxes, full, box, token, head_kv, GROUP: gl.constexpr):
-    """The query heads of one group of one token, in two halves of the channels."""
-    TILE_T: gl.constexpr = 4
+def _copy_token(desc, boxes, full, box, entry, row_begin, head_kv, TOPK: gl.constexpr):
+    """The query heads of one group of one token, in two halves of the channels.
+
+    A spare entry, -1, fetches a row that nobody looks at.
+    """
+    GROUP: gl.constexpr = desc.block_type.shape[1]
     HALF_D: gl.constexpr = desc.block_type.shape[2]
+    token = row_begin + (entry >> _KEY_BITS) // TOPK
     _load_async(desc, [token, head_kv * GROUP, 0], full, boxes.index(box))
-    _load_async(desc, [token, head_kv * GROUP, HALF_D], full, boxes.index(box + TILE_T))
+    _load_async(desc, [token, head_kv * GROUP, HALF_D], full, boxes.index(box + _TILE_T))
 
 
 @gluon.jit
-def _copy_tiles(
-    keys,
-    queries,
-    lists,
-    HEADS_KV: gl.constexpr,
-    GROUP: gl.constexpr,
-    TOPK: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    KV_STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-):
+def _copy_tiles(keys, queries, lists, HEADS_KV: gl.constexpr, TOPK: gl.constexpr):
     """The queries of every tile of this program, and K and V wherever a new block begins."""
     k_desc, v_desc, k_ring, v_ring, kv_full, kv_empty = keys
     q_desc, q_boxes, q_full, q_empty, row_begin = queries
+    KV_STAGES: gl.constexpr = k_ring.shape[0]
+    Q_STAGES: gl.constexpr = q_boxes.shape[0] // (2 * _TILE_T * _WARPGROUPS)
     num_tiles_ptr, entries_ptr, tile_lists_ptr, lists_ptr, tile_limit, list_limit = lists
     kv_slot = 0
     kv_phase = 0
@@ -325,7 +326,7 @@ def _copy_tiles(
     q_slot = 0
     q_phase = 0
     for head in range(HEADS_KV):
-        first, end = _share(num_tiles_ptr, head, HEADS_KV)
+        first, end = _share(num_tiles_ptr, head)
         if first < end:
             index_ptr = tile_lists_ptr + head * tile_limit
             entry_ptr = entries_ptr + head * tile_limit * 4
@@ -358,45 +359,12 @@ def _copy_tiles(
                 box = slot * 8
                 mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
                 mbarrier.expect(full, 8 * q_desc.block_type.nbytes)
-                # Spare entries, -1, read a row that nobody looks at.
-                _copy_token(
-                    q_desc,
-                    q_boxes,
-                    full,
-                    box,
-                    row_begin + (entry_0 >> KEY_BITS) // TOPK,
-                    head,
-                    GROUP,
-                )
-                _copy_token(
-                    q_desc,
-                    q_boxes,
-                    full,
-                    box + 1,
-                    row_begin + (entry_1 >> KEY_BITS) // TOPK,
-                    head,
-                    GROUP,
-                )
-                _copy_token(
-                    q_desc,
-                    q_boxes,
-                    full,
-                    box + 2,
-                    row_begin + (entry_2 >> KEY_BITS) // TOPK,
-                    head,
-                    GROUP,
-                )
-                _copy_token(
-                    q_desc,
-                    q_boxes,
-                    full,
-                    box + 3,
-                    row_begin + (entry_3 >> KEY_BITS) // TOPK,
-                    head,
-                    GROUP,
-                )
+                _copy_token(q_desc, q_boxes, full, box, entry_0, row_begin, head, TOPK)
+                _copy_token(q_desc, q_boxes, full, box + 1, entry_1, row_begin, head, TOPK)
+                _copy_token(q_desc, q_boxes, full, box + 2, entry_2, row_begin, head, TOPK)
+                _copy_token(q_desc, q_boxes, full, box + 3, entry_3, row_begin, head, TOPK)
                 warpgroup += 1
-                if warpgroup == WARPGROUPS:
+                if warpgroup == _WARPGROUPS:
                     warpgroup = 0
                     q_slot, q_phase = _next_slot(q_slot, q_phase, Q_STAGES)
 
@@ -409,12 +377,11 @@ def _of_warp(warp, value_0, value_1, value_2, value_3):
 
 
 @gluon.jit
-def _store_token(desc, boxes, box, entry, head_kv, KEY_BITS: gl.constexpr):
-    """Spare entries, -1, lie outside the tensor and are not written."""
-    TILE_T: gl.constexpr = 4
+def _store_token(desc, boxes, box, entry, head_kv):
+    """The result of one entry; a spare one, -1, lies outside the tensor and is not written."""
     HALF_D: gl.constexpr = desc.block_type.shape[3]
-    _store_async(desc, [head_kv, entry >> KEY_BITS, 0, 0], boxes.index(box))
-    _store_async(desc, [head_kv, entry >> KEY_BITS, 0, HALF_D], boxes.index(box + TILE_T))
+    _store_async(desc, [head_kv, entry >> _KEY_BITS, 0, 0], boxes.index(box))
+    _store_async(desc, [head_kv, entry >> _KEY_BITS, 0, HALF_D], boxes.index(box + _TILE_T))
 
 
 @gluon.jit
@@ -438,20 +405,19 @@ def _attend_tiles(
     softmax_scale,
     WARPGROUP: gl.constexpr,
     HEADS_KV: gl.constexpr,
-    GROUP: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    KV_STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
 ):
-    """One warpgroup: each `WARPGROUPS`-th tile of this program, one softmax over one block each."""
+    """One warpgroup: every third tile of this program, each a softmax over one block."""
     k_ring, v_ring, kv_full, kv_empty = keys
-    q_tiles, q_boxes, q_full, q_empty = queries
+    q_tiles, o_boxes, q_full, q_empty = queries
     num_tiles_ptr, entries_ptr, tile_lists_ptr, lists_ptr, tile_limit, list_limit = lists
     partial_desc, partial_lse_ptr, num_slots = outputs
     ROWS: gl.constexpr = q_tiles.shape[1]
     DIM: gl.constexpr = q_tiles.shape[2]
+    GROUP: gl.constexpr = ROWS // _TILE_T
     BLOCK_SIZE: gl.constexpr = k_ring.shape[3]
+    KV_STAGES: gl.constexpr = k_ring.shape[0]
+    Q_STAGES: gl.constexpr = q_tiles.shape[0] // _WARPGROUPS
+    KEYS: gl.constexpr = (1 << _KEY_BITS) - 1
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_SIZE, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -471,25 +437,25 @@ def _attend_tiles(
     blocks_before = 0
     tiles_before = 0
     for head in range(HEADS_KV):
-        first, end = _share(num_tiles_ptr, head, HEADS_KV)
+        first, end = _share(num_tiles_ptr, head)
         index_ptr = tile_lists_ptr + head * tile_limit
         entry_ptr = entries_ptr + head * tile_limit * 4
         list_ptr = lists_ptr + head * list_limit * 4
         lse_ptr = partial_lse_ptr + head.to(gl.int64) * num_slots * GROUP
-        start = first + (WARPGROUP + WARPGROUPS - tiles_before % WARPGROUPS) % WARPGROUPS
+        start = first + (WARPGROUP + _WARPGROUPS - tiles_before % _WARPGROUPS) % _WARPGROUPS
         if first < end:
             first_index = gl.load(index_ptr + first)
             last_index = gl.load(index_ptr + end - 1)
             if start < end:
                 next_index = gl.load(index_ptr + start)
                 next_0, next_1, next_2, next_3 = _load_entries(entry_ptr, start)
-                for tile in range(start, end, WARPGROUPS):
+                for tile in range(start, end, _WARPGROUPS):
                     index = next_index
                     entry_0 = next_0
                     entry_1 = next_1
                     entry_2 = next_2
                     entry_3 = next_3
-                    ahead = gl.minimum(tile + WARPGROUPS, end - 1)
+                    ahead = gl.minimum(tile + _WARPGROUPS, end - 1)
                     next_index = gl.load(index_ptr + ahead)
                     next_0, next_1, next_2, next_3 = _load_entries(entry_ptr, ahead)
 
@@ -515,7 +481,6 @@ def _attend_tiles(
                         _release(q_empty, stored_slot)
                     logits = warpgroup_mma_wait(0, deps=[logits])
 
-                    KEYS: gl.constexpr = (1 << KEY_BITS) - 1
                     entry = _of_warp(warp, entry_0, entry_1, entry_2, entry_3)
                     fewest = gl.minimum(
                         gl.minimum(entry_0 & KEYS, entry_1 & KEYS),
@@ -539,7 +504,7 @@ def _attend_tiles(
                         is_async=True,
                     )
                     gl.store(
-                        lse_ptr + (entry >> KEY_BITS) * GROUP + row % GROUP,
+                        lse_ptr + (entry >> _KEY_BITS) * GROUP + row % GROUP,
                         top + gl.log2(weight_sum),
                         mask=entry >= 0,
                     )
@@ -551,10 +516,10 @@ def _attend_tiles(
                     fence_async_shared()
                     _barrier()
                     box = slot * 8
-                    _store_token(partial_desc, q_boxes, box, entry_0, head, KEY_BITS)
-                    _store_token(partial_desc, q_boxes, box + 1, entry_1, head, KEY_BITS)
-                    _store_token(partial_desc, q_boxes, box + 2, entry_2, head, KEY_BITS)
-                    _store_token(partial_desc, q_boxes, box + 3, entry_3, head, KEY_BITS)
+                    _store_token(partial_desc, o_boxes, box, entry_0, head)
+                    _store_token(partial_desc, o_boxes, box + 1, entry_1, head)
+                    _store_token(partial_desc, o_boxes, box + 2, entry_2, head)
+                    _store_token(partial_desc, o_boxes, box + 3, entry_3, head)
                     stored_slot = slot
                     q_slot, q_phase = _next_slot(q_slot, q_phase, Q_STAGES)
             blocks_before += last_index - first_index + 1
@@ -585,29 +550,34 @@ def _sparse_attention_kv_major_kernel(
     list_limit,
     num_slots,
     HEADS_KV: gl.constexpr,
-    GROUP: gl.constexpr,
     TOPK: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
     KV_STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
 ):
+    """Tiles of four tokens against the block that they selected, for every KV head in turn.
+
+    Each program has an even share of a head's tiles, so a block that many selected is shared out,
+    and K and V stay in shared memory for all tiles of a block. Limit: tensor cores.
+    """
     if gl.load(balance_ptr) <= 0:
         return
-    ROWS: gl.constexpr = 4 * GROUP
+    GROUP: gl.constexpr = q_desc.block_type.shape[1]
+    ROWS: gl.constexpr = _TILE_T * GROUP
     BLOCK_SIZE: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     dtype: gl.constexpr = k_desc.dtype
-    Q_SLOTS: gl.constexpr = WARPGROUPS * Q_STAGES
+    Q_SLOTS: gl.constexpr = _WARPGROUPS * Q_STAGES
     k_ring = gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_SIZE, DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, BLOCK_SIZE, DIM], v_desc.layout)
     # A tile is copied token by token and multiplied as a whole: two views of one memory, in which
     # the first 64 channels of all rows lie before the others.
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
     q_tiles = gl.allocate_shared_memory(dtype, [Q_SLOTS, ROWS, DIM], q_layout)
-    q_boxes = _reinterpret(q_tiles, dtype, [Q_SLOTS * 8, 1, GROUP, DIM // 2], q_desc.layout)
+    q_boxes = _reinterpret(
+        q_tiles, dtype, [Q_SLOTS * 2 * _TILE_T, 1, GROUP, DIM // 2], q_desc.layout
+    )
     o_boxes = _reinterpret(
-        q_tiles, dtype, [Q_SLOTS * 8, 1, 1, GROUP, DIM // 2], partial_desc.layout
+        q_tiles, dtype, [Q_SLOTS * 2 * _TILE_T, 1, 1, GROUP, DIM // 2], partial_desc.layout
     )
     kv_full = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
@@ -615,7 +585,7 @@ def _sparse_attention_kv_major_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(KV_STAGES):
         mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(kv_empty.index(i), count=_WARPGROUPS)
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -632,72 +602,10 @@ def _sparse_attention_kv_major_kernel(
     W2: gl.constexpr = 2
     gl.warp_specialize(
         [
-            (
-                _attend_tiles,
-                (
-                    keys,
-                    queries,
-                    lists,
-                    outputs,
-                    softmax_scale,
-                    W0,
-                    HEADS_KV,
-                    GROUP,
-                    KEY_BITS,
-                    WARPGROUPS,
-                    KV_STAGES,
-                    Q_STAGES,
-                ),
-            ),
-            (
-                _attend_tiles,
-                (
-                    keys,
-                    queries,
-                    lists,
-                    outputs,
-                    softmax_scale,
-                    W1,
-                    HEADS_KV,
-                    GROUP,
-                    KEY_BITS,
-                    WARPGROUPS,
-                    KV_STAGES,
-                    Q_STAGES,
-                ),
-            ),
-            (
-                _attend_tiles,
-                (
-                    keys,
-                    queries,
-                    lists,
-                    outputs,
-                    softmax_scale,
-                    W2,
-                    HEADS_KV,
-                    GROUP,
-                    KEY_BITS,
-                    WARPGROUPS,
-                    KV_STAGES,
-                    Q_STAGES,
-                ),
-            ),
-            (
-                _copy_tiles,
-                (
-                    copied_keys,
-                    copied_queries,
-                    lists,
-                    HEADS_KV,
-                    GROUP,
-                    TOPK,
-                    KEY_BITS,
-                    WARPGROUPS,
-                    KV_STAGES,
-                    Q_STAGES,
-                ),
-            ),
+            (_attend_tiles, (keys, queries, lists, outputs, softmax_scale, W0, HEADS_KV)),
+            (_attend_tiles, (keys, queries, lists, outputs, softmax_scale, W1, HEADS_KV)),
+            (_attend_tiles, (keys, queries, lists, outputs, softmax_scale, W2, HEADS_KV)),
+            (_copy_tiles, (copied_keys, copied_queries, lists, HEADS_KV, TOPK)),
         ],
         worker_num_warps=[4, 4, 1],
         worker_num_regs=[160, 160, 32],

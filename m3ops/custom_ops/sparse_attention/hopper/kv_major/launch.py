@@ -49,8 +49,8 @@ MAX_TOPK = 32
 MAX_BLOCKS = 2**14
 """Blocks of all sequences, which a prefix sum of one program runs over."""
 
-WARPGROUPS, KV_STAGES, Q_STAGES = 3, 2, 2
-"""Warpgroups that multiply; blocks in flight; tiles in flight for each warpgroup."""
+KV_STAGES, Q_STAGES = 2, 2
+"""Blocks in flight, and tiles in flight for each warpgroup: at least two of these."""
 
 BLOCK_T = 16
 """Tokens of a program that lists."""
@@ -246,7 +246,7 @@ def build_lists(
         num_tiles_ptr=lists.num_tiles,
         list_limit=lists.lists.shape[2],
         TILE_T=TILE_T,
-        BLOCK_L=min(2048, next_power_of_2(num_blocks)),
+        BLOCK_L=1024,
         num_warps=8,
         **shared,
         **{name: layout[name] for name in blocks},
@@ -277,7 +277,6 @@ def _launch_tiles(
 ) -> None:
     heads_kv, slots, group, dim = lists.partial_out.shape
     k_desc, v_desc = keys
-    block_size = k_desc.block_shape[2]
     arguments = dict(
         q_desc=descriptor(q, [1, group, dim // 2]),
         k_desc=k_desc,
@@ -295,10 +294,7 @@ def _launch_tiles(
         list_limit=lists.lists.shape[2],
         num_slots=slots,
         HEADS_KV=heads_kv,
-        GROUP=group,
         TOPK=slots // lists.chunk_rows,
-        KEY_BITS=block_size.bit_length() - 1,
-        WARPGROUPS=WARPGROUPS,
         KV_STAGES=KV_STAGES,
         Q_STAGES=Q_STAGES,
         num_warps=4,
