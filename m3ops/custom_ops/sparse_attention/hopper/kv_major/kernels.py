@@ -378,10 +378,11 @@ def _of_warp(warp, value_0, value_1, value_2, value_3):
 
 @gluon.jit
 def _store_token(desc, boxes, box, entry, head_kv):
-    """The result of one entry; a spare one, -1, lies outside the tensor and is not written."""
+    """The result of one entry, if it is not a spare one: the copy engine takes no store at -1."""
     HALF_D: gl.constexpr = desc.block_type.shape[3]
-    _store_async(desc, [head_kv, entry >> _KEY_BITS, 0, 0], boxes.index(box))
-    _store_async(desc, [head_kv, entry >> _KEY_BITS, 0, HALF_D], boxes.index(box + _TILE_T))
+    if entry >= 0:
+        _store_async(desc, [head_kv, entry >> _KEY_BITS, 0, 0], boxes.index(box))
+        _store_async(desc, [head_kv, entry >> _KEY_BITS, 0, HALF_D], boxes.index(box + _TILE_T))
 
 
 @gluon.jit
