@@ -27,6 +27,7 @@ from m3ops.custom_ops.index_score.hopper import launch as index_score_hopper
 from m3ops.custom_ops.select_blocks import launch as select_blocks
 from m3ops.custom_ops.sparse_attention import launch as sparse_attention
 from m3ops.custom_ops.sparse_attention.hopper import launch as hopper
+from m3ops.custom_ops.sparse_attention.hopper.kv_major import launch as kv_major
 from m3ops.custom_ops.store_kv import launch as store_kv
 from m3ops.custom_ops.topk_select import launch as topk_select
 
@@ -176,7 +177,8 @@ def main(arch: str, dtype: str, layout: str) -> None:
         recorded.append((kernel, arguments))
 
     common.run = record
-    hopper.run = record  # type: ignore[attr-defined]
+    for module in (hopper, kv_major):
+        module.run = record  # type: ignore[attr-defined]
     copies = target.backend == "cuda" and target.arch >= 90
     for module in (common, index_score, sparse_attention):
         module.supports_hopper = lambda device: copies  # type: ignore[attr-defined]

@@ -23,6 +23,8 @@ _COUNTS = [
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LARGEST = tl.constexpr(2**31 - 1)
+# Every so many tiles enter the balance between two roads.
+_BALANCE_STRIDE = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_METADATA)
@@ -227,6 +229,7 @@ def _sparse_attention_union_kernel(
     tiles_ptr,
     lists_ptr,
     counts_ptr,
+    balance_ptr,
     cu_seqlens_q_ptr,
     seqused_k_ptr,
     first_key_ptr,
@@ -244,13 +247,15 @@ def _sparse_attention_union_kernel(
     TILE_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    KV_MAJOR_COST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The union of the blocks that the tokens of one tile selected, for one KV head.
 
     Writes ``tiles[tile] = (sequence, first row, end row, position shift)``, and per head ascending
     entries ``block << TILE_T | tokens that selected it`` and their counts: those wholly visible to
-    every token of the tile, and all. Limit: the latency of a small sort.
+    every token of the tile, and all. Adds to `balance_ptr`, if given, what walking the unions
+    costs more than `KV_MAJOR_COST` per token and block. Limit: the latency of a small sort.
     """
     if PDL:
         gdc_wait()
@@ -290,6 +295,15 @@ def _sparse_attention_union_kernel(
     whole = tl.maximum(row + shift + 1, 0) // BLOCK_SIZE
     tl.store(counts_ptr + program * 2, tl.max(tl.where(live & (ids < whole), rank, 0)))
     tl.store(counts_ptr + program * 2 + 1, tl.max(tl.where(live, rank, 0)))
+    if balance_ptr is not None:
+        if tile % _BALANCE_STRIDE == 0:
+            # A half of a tile takes a block as one step, which has room for half of the tokens.
+            once = live & (before == bits)
+            members = tl.where(once, after, 0)
+            lower = (members & ((1 << TILE_T // 2) - 1)) != 0
+            steps = tl.sum(lower.to(tl.int32) + (members >> TILE_T // 2 != 0).to(tl.int32))
+            spent = steps * (TILE_T // 2) * 8 - tl.sum(live.to(tl.int32)) * KV_MAJOR_COST
+            tl.atomic_add(balance_ptr, spent, sem="relaxed")
 
 
 @triton.jit

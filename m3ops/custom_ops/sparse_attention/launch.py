@@ -37,6 +37,10 @@ from .reference import sparse_attention_backward_reference as launch_sparse_atte
 __all__ = ["launch_sparse_attention", "launch_sparse_attention_backward"]
 
 
+KV_MAJOR_COST = 14
+"""Time of the KV-major road for a block and half a tile's tokens, in eighths of a union's step."""
+
+
 class _Inputs(NamedTuple):
     q: Tensor
     k: Tensor
@@ -175,13 +179,25 @@ def _attend_tiles(
         last = min(first + chunk, rows)
         tiles = num_tiles(last - first, tile_t, inputs.batch)
         listed = (tile_rows[:tiles], lists[:tiles], counts[:tiles])
-        _launch_union(inputs, tile_t, first, last, *listed)
+        kv_lists = None
+        if hopper is not None:
+            # Scratch of both roads at once: which one is taken is known on the device alone.
+            left = max_scratch_bytes - tiles * tile_bytes
+            kv_lists = hopper.allocate_lists(q, inputs.block_ids, inputs.batch, last - first, left)
+        balance = None if kv_lists is None else kv_lists.balance
+        _launch_union(inputs, tile_t, first, last, balance, *listed)
         if hopper is None:
             _launch_tiles(inputs, config, *listed, out, lse)
-        else:
-            hopper.launch_hopper_attention(
-                q, inputs.k, inputs.v, *listed, inputs.batch, inputs.softmax_scale, out, lse
-            )
+            continue
+        tensors = (q, inputs.k, inputs.v)
+        hopper.launch_hopper_attention(
+            *tensors, *listed, inputs.batch, inputs.softmax_scale, balance, out, lse
+        )
+        if kv_lists is not None:
+            hopper.launch_kv_major(
+                *tensors, inputs.block_ids, inputs.batch, inputs.softmax_scale, kv_lists, first,
+                last, out, lse,
+            )  # fmt: skip
 
 
 def _tiles_fill(inputs: _Inputs) -> bool:
@@ -288,6 +304,7 @@ def _launch_union(
     tile_t: int,
     begin: int,
     end: int,
+    balance: Tensor | None,
     tile_rows: Tensor,
     lists: Tensor,
     counts: Tensor,
@@ -310,11 +327,13 @@ def _launch_union(
         tiles_ptr=tile_rows,
         lists_ptr=lists,
         counts_ptr=counts,
+        balance_ptr=balance,
         row_begin=begin,
         row_end=end,
         HEADS=inputs.heads_kv,
         TILE_T=tile_t,
         BLOCK_E=next_power_of_2(lists.shape[2]),
+        KV_MAJOR_COST=KV_MAJOR_COST,
         num_warps=1,
         **_id_args(inputs.block_ids),
         **{name: layout[name] for name in shared},

@@ -287,6 +287,7 @@ def _sparse_attention_hopper_kernel(
     tiles_ptr,
     lists_ptr,
     counts_ptr,
+    balance_ptr,
     block_table_ptr,
     first_key_ptr,
     softmax_scale,
@@ -313,6 +314,10 @@ def _sparse_attention_hopper_kernel(
     K and V pass through shared memory once for the tile; each half of it is multiplied with the
     blocks of its own tokens only. Limit: tensor cores.
     """
+    # The KV-major road is faster here.
+    if balance_ptr is not None:
+        if gl.load(balance_ptr) > 0:
+            return
     BLOCK_SIZE: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     HALF_ROWS: gl.constexpr = TILE_T // 2 * GROUP

@@ -1,15 +1,17 @@
-"""Launching the Gluon kernel of ``sparse_attention`` for Hopper."""
+"""Launching the Gluon kernel that walks unions, and the way to the KV-major one."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....batch import PACKED, PAGED, Batch
-from ...common.launch import fetchable, head_stride, key_strides, run, supports_hopper
+from ...common.launch import fetchable, run, supports_hopper
+from .descriptors import key_descriptor
 from .kernels import _sparse_attention_hopper_kernel
+from .kv_major.launch import allocate_lists, launch_kv_major
+
+__all__ = ["TILE_T", "allocate_lists", "launch_hopper_attention", "launch_kv_major", "supports"]
 
 TILE_T = 8
 """Tokens of a tile; each of the two warpgroups multiplies half of them."""
@@ -43,6 +45,7 @@ def launch_hopper_attention(
     counts: Tensor,
     batch: Batch,
     softmax_scale: float,
+    balance: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -54,6 +57,7 @@ def launch_hopper_attention(
         lists: int32 ``[tiles, Hkv, L]``: ascending ``block << TILE_T | tokens that selected it``.
         counts: int32 ``[tiles, Hkv, 2]``: entries wholly visible to the tile, which come first,
             and all.
+        balance: int32 ``[1]``, above 0 if nothing is to be done; or None.
         out: ``[T, Hq, D]``, written for the rows of the tiles.
         lse: float32 ``[T, Hq]``, likewise.
     """
@@ -63,13 +67,14 @@ def launch_hopper_attention(
     table = batch.block_table
     arguments = dict(
         q_ptr=q,
-        k_desc=_descriptor(k, batch),
-        v_desc=_descriptor(v, batch),
+        k_desc=key_descriptor(k, batch),
+        v_desc=key_descriptor(v, batch),
         out_ptr=out,
         lse_ptr=lse,
         tiles_ptr=tiles,
         lists_ptr=lists,
         counts_ptr=counts,
+        balance_ptr=balance,
         block_table_ptr=table,
         first_key_ptr=batch.cu_seqlens_k if batch.layout == PACKED else batch.leftpad_k,
         softmax_scale=softmax_scale,
@@ -93,20 +98,3 @@ def launch_hopper_attention(
         num_warps=4,
     )
     run(_sparse_attention_hopper_kernel, (num_tiles * heads_kv,), q.device, arguments)
-
-
-def _descriptor(keys: Tensor, batch: Batch) -> TensorDescriptor:
-    """Keys or values as ``[pages or sequences, heads, tokens, D]``, fetched in whole blocks."""
-    stride_outer, stride_token = key_strides(batch, keys)
-    stride_h = head_stride(batch, keys)
-    outer, tokens, heads = 1, keys.shape[0], keys.shape[1]
-    if batch.layout == PAGED:
-        outer, heads, tokens = keys.shape[:3]
-    elif batch.layout != PACKED:
-        outer, tokens, heads = keys.shape[:3]
-    block_shape = [1, 1, BLOCK_SIZE, DIM]
-    element = gl.bfloat16 if keys.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block_shape, element)
-    # One packed sequence of keys has no outer stride, but the copy engine wants one.
-    strides = [stride_outer or stride_token, stride_h, stride_token, 1]
-    return TensorDescriptor(keys, [outer, heads, tokens, DIM], strides, block_shape, layout)
