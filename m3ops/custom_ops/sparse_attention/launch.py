@@ -37,7 +37,7 @@ from .reference import sparse_attention_backward_reference as launch_sparse_atte
 __all__ = ["launch_sparse_attention", "launch_sparse_attention_backward"]
 
 
-KV_MAJOR_COST = 14
+KV_MAJOR_COST = 15
 """Time of the KV-major road for a block and half a tile's tokens, in eighths of a union's step."""
 
 

@@ -37,18 +37,20 @@ def _sequence_rows(b, batch):
 
     Padding is sequence `num_seqs`.
     """
-    cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, row_begin, row_end = batch
+    cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, max_keys, row_begin, row_end = batch
     start = gl.load(cu_seqlens_q_ptr + b, mask=b <= num_seqs, other=_LARGEST)
     end = gl.load(cu_seqlens_q_ptr + b + 1, mask=b < num_seqs, other=_LARGEST)
     seqused = gl.load(seqused_k_ptr + b, mask=b < num_seqs, other=0)
     first = gl.minimum(gl.maximum(start, row_begin), row_end)
     limit = gl.minimum(gl.maximum(end, row_begin), row_end)
-    return first, limit, gl.where(b < num_seqs, seqused - end, _BEFORE_ALL_KEYS)
+    # Whatever the metadata hold, no row stands past the last key that the storage has room for.
+    shift = gl.minimum(seqused - end, max_keys - limit)
+    return first, limit, gl.where(b < num_seqs, shift, _BEFORE_ALL_KEYS)
 
 
 @gluon.jit
 def _tiles_between(first, limit, TILE_T: gl.constexpr):
-    return (limit - first + TILE_T - 1) >> _log2(TILE_T)
+    return gl.maximum(limit - first + TILE_T - 1, 0) >> _log2(TILE_T)
 
 
 @gluon.jit
@@ -433,7 +435,7 @@ def _score_tiles(
 @gluon.jit(
     do_not_specialize=[
         "stride_table_b", "stride_s_t", "stride_s_h", "stride_s_j", "num_seqs", "num_pages",
-        "row_begin", "row_end", "num_columns",
+        "num_tokens", "max_seqlen_k", "row_begin", "row_end", "num_columns",
     ],
     do_not_specialize_on_alignment=[
         "cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr", "visible_ptr",
@@ -454,6 +456,8 @@ def _index_score_hopper_kernel(
     stride_s_j,
     num_seqs,
     num_pages,
+    num_tokens,
+    max_seqlen_k,
     row_begin,
     row_end,
     num_columns,
@@ -476,7 +480,8 @@ def _index_score_hopper_kernel(
     BLOCK_SIZE: gl.constexpr = k_desc.block_type.shape[1]
     DIM: gl.constexpr = k_desc.block_type.shape[2]
     PIECES: gl.constexpr = 4
-    batch = (cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, row_begin, row_end)
+    max_keys = gl.minimum(num_tokens, max_seqlen_k)
+    batch = (cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, max_keys, row_begin, row_end)
     begin, end, b, tile, upto = _find_share(batch, TILE_T, BLOCK_SIZE, BLOCK_B)
 
     q_tiles = gl.allocate_shared_memory(

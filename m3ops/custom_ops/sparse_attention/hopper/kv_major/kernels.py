@@ -49,6 +49,8 @@ _COUNTS = [
     "stride_table_b",
     "num_seqs",
     "num_pages",
+    "num_tokens",
+    "max_seqlen_k",
     "row_begin",
     "row_end",
     "chunk_rows",
@@ -64,10 +66,13 @@ def _selected(
     ids_ptr,
     cu_seqlens_q_ptr,
     seqused_k_ptr,
+    first_key_ptr,
     stride_i_t,
     stride_i_h,
     stride_i_k,
     num_seqs,
+    num_tokens,
+    max_seqlen_k,
     row_begin,
     row_end,
     columns,
@@ -83,8 +88,8 @@ def _selected(
     (counted over all sequences) and the last key in it that the token sees.
     """
     b, row, row_limit, shift = find_tile(
-        cu_seqlens_q_ptr, seqused_k_ptr, tl.program_id(0), num_seqs, row_begin, row_end, BLOCK_T,
-        BLOCK_B,
+        cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, tl.program_id(0), num_seqs, num_tokens,
+        max_seqlen_k, row_begin, row_end, BLOCK_T, BLOCK_B,
     )  # fmt: skip
     e = tl.arange(0, BLOCK_T * BLOCK_K)
     rows = row + e // BLOCK_K
@@ -109,10 +114,13 @@ def _kv_major_count_kernel(
     places_ptr,
     cu_seqlens_q_ptr,
     seqused_k_ptr,
+    first_key_ptr,
     stride_i_t,
     stride_i_h,
     stride_i_k,
     num_seqs,
+    num_tokens,
+    max_seqlen_k,
     row_begin,
     row_end,
     chunk_rows,
@@ -138,9 +146,9 @@ def _kv_major_count_kernel(
     chunk = tl.program_id(2)
     begin = row_begin + chunk * chunk_rows
     entries, exists, live, blocks, _ = _selected(
-        ids_ptr, cu_seqlens_q_ptr, seqused_k_ptr, stride_i_t, stride_i_h, stride_i_k, num_seqs,
-        begin, tl.minimum(begin + chunk_rows, row_end), columns, TOPK, BLOCK_SIZE, BLOCK_T, BLOCK_K,
-        BLOCK_B,
+        ids_ptr, cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, stride_i_t, stride_i_h, stride_i_k,
+        num_seqs, num_tokens, max_seqlen_k, begin, tl.minimum(begin + chunk_rows, row_end), columns,
+        TOPK, BLOCK_SIZE, BLOCK_T, BLOCK_K, BLOCK_B,
     )  # fmt: skip
     part = (chunk * HEADS + tl.program_id(1)).to(tl.int64)
     counts_ptr += part * num_blocks
@@ -164,6 +172,7 @@ def _kv_major_lists_kernel(
     stride_table_b,
     num_seqs,
     num_pages,
+    num_tokens,
     columns,
     num_blocks,
     list_limit,
@@ -202,7 +211,7 @@ def _kv_major_lists_kernel(
         b = blocks // columns
         outers, tokens = block_coordinates(
             blocks % columns, filled, b, num_seqs, block_table_ptr, first_key_ptr, stride_table_b,
-            num_pages, LAYOUT, BLOCK_SIZE,
+            num_pages, num_tokens, LAYOUT, BLOCK_SIZE,
         )  # fmt: skip
         num_keys = tl.load(seqused_k_ptr + b, filled, 0) - blocks % columns * BLOCK_SIZE
         l_ptrs = lists_ptr + indices * 4
@@ -225,10 +234,13 @@ def _kv_major_place_kernel(
     tile_lists_ptr,
     cu_seqlens_q_ptr,
     seqused_k_ptr,
+    first_key_ptr,
     stride_i_t,
     stride_i_h,
     stride_i_k,
     num_seqs,
+    num_tokens,
+    max_seqlen_k,
     row_begin,
     row_end,
     chunk_rows,
@@ -256,9 +268,9 @@ def _kv_major_place_kernel(
     chunk = tl.program_id(2)
     begin = row_begin + chunk * chunk_rows
     entries, _, live, blocks, last_key = _selected(
-        ids_ptr, cu_seqlens_q_ptr, seqused_k_ptr, stride_i_t, stride_i_h, stride_i_k, num_seqs,
-        begin, tl.minimum(begin + chunk_rows, row_end), columns, TOPK, BLOCK_SIZE, BLOCK_T, BLOCK_K,
-        BLOCK_B,
+        ids_ptr, cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, stride_i_t, stride_i_h, stride_i_k,
+        num_seqs, num_tokens, max_seqlen_k, begin, tl.minimum(begin + chunk_rows, row_end), columns,
+        TOPK, BLOCK_SIZE, BLOCK_T, BLOCK_K, BLOCK_B,
     )  # fmt: skip
     part = (chunk * HEADS + tl.program_id(1)).to(tl.int64)
     places = tl.load(places_ptr + part * chunk_rows * TOPK + entries, live, 0)
@@ -554,12 +566,16 @@ def _sparse_attention_kv_major_kernel(
     TOPK: gl.constexpr,
     KV_STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Tiles of four tokens against the block that they selected, for every KV head in turn.
 
     Each program has an even share of a head's tiles, so a block that many selected is shared out,
     and K and V stay in shared memory for all tiles of a block. Limit: tensor cores.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if gl.load(balance_ptr) <= 0:
         return
     GROUP: gl.constexpr = q_desc.block_type.shape[1]

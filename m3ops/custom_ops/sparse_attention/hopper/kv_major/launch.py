@@ -23,7 +23,6 @@ from ....common.launch import (
     next_power_of_2,
     num_multiprocessors,
     num_tiles,
-    run,
 )
 from ..descriptors import descriptor, key_descriptor
 from .kernels import (
@@ -37,7 +36,7 @@ from .kernels import (
 TILE_T = 4
 """Tokens of a tile: 64 query rows, which a warpgroup multiplies at once."""
 
-CHUNK_ROWS, MIN_CHUNK_ROWS = 4096, 1024
+CHUNK_ROWS, MIN_CHUNK_ROWS = 2048, 1024
 """Tokens whose partial results lie in scratch at a time: most, and fewest worth the road."""
 
 MIN_ROWS = 2048
@@ -55,7 +54,7 @@ KV_STAGES, Q_STAGES = 2, 2
 BLOCK_T = 16
 """Tokens of a program that lists."""
 
-MERGE_PROGRAMS, MERGE_WARPS = 4, 4
+MERGE_PROGRAMS, MERGE_WARPS = 4, 8
 """Programs on a multiprocessor that join, and their warps."""
 
 
@@ -216,7 +215,15 @@ def build_lists(
         "num_blocks": num_blocks,
         "BLOCK_SIZE": batch.block_size,
     }
-    rows = ("cu_seqlens_q_ptr", "seqused_k_ptr", "num_seqs", "BLOCK_B")
+    rows = (
+        "cu_seqlens_q_ptr",
+        "seqused_k_ptr",
+        "first_key_ptr",
+        "num_seqs",
+        "num_tokens",
+        "max_seqlen_k",
+        "BLOCK_B",
+    )
     selected |= {name: layout[name] for name in rows}
     grid = (num_tiles(lists.chunk_rows, BLOCK_T, batch), heads_kv, chunks)
     launch(
@@ -235,6 +242,7 @@ def build_lists(
         "stride_table_b",
         "num_seqs",
         "num_pages",
+        "num_tokens",
         "LAYOUT",
     )
     launch(
@@ -300,7 +308,7 @@ def _launch_tiles(
         num_warps=4,
     )
     grid = (num_multiprocessors(q.device),)
-    run(_sparse_attention_kv_major_kernel, grid, q.device, arguments)
+    launch(_sparse_attention_kv_major_kernel, grid, q.device, **arguments)
 
 
 def merge(lists: Lists, chunk: int, begin: int, end: int, out: Tensor, lse: Tensor) -> None:
