@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from block_map import PLOT_TYPES, plot_map, text_map
+from block_map import PLOT_TYPES, draw_map, text_map
 from command_line import (
     Clock,
     Device,
@@ -154,7 +154,7 @@ def main(
         json_file.write_text(json.dumps(results, indent=2) + "\n")
     block_ids, blocks = run.block_ids.cpu(), num_blocks(len(hidden))
     if plot_file is not None:
-        plot_map(block_ids, blocks, GEOMETRY.block_size, plot_file)
+        draw_map(block_ids, blocks, GEOMETRY.block_size).savefig(plot_file, dpi=120)
     console = Console()
     console.print(result_table(results, checks))
     console.print(text_map(block_ids, blocks, GEOMETRY.block_size), highlight=False)
