@@ -58,8 +58,11 @@ def test_notebook_gives_what_it_is_kept_with(
         kept = [outputs(cell) for cell in nbformat.read(path, as_version=4).cells]
     for cell, expected in zip(notebook.cells, kept, strict=True):
         if device.type == "cpu" or DEVICE_TAG not in cell.metadata.get("tags", []):
-            assert outputs(cell) == expected, cell.source
-    assert "image" in {kind for cell in kept for kind, _ in cell}
+            # Another version of a library may have something to warn of.
+            given = [output for output in outputs(cell) if output[0] != "stderr"]
+            assert given == expected, cell.source
+    kinds = {kind for cell in kept for kind, _ in cell}
+    assert "image" in kinds and "stderr" not in kinds
     assert path.stat().st_size < MAX_BYTES
 
 
