@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from dense_oracle import blocks_kept
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from torch import Tensor
 
 PLOT_TYPES = (".png", ".pdf", ".svg")
@@ -34,15 +37,17 @@ def text_map(block_ids: Tensor, num_blocks: int, block_size: int, side: int = 39
     return "\n".join(lines)
 
 
-def plot_map(block_ids: Tensor, num_blocks: int, block_size: int, path: Path) -> None:
-    """Write a picture with one panel per KV group: tokens to the right, blocks upwards."""
-    import matplotlib
+def draw_map(
+    block_ids: Tensor, num_blocks: int, block_size: int, labels: Sequence[str] | None = None
+) -> Figure:
+    """Draw one panel per KV group: tokens to the right, blocks upwards.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-
+    Args:
+        block_ids: ``[S, Hkv, K]``, on the CPU; groups of several layers may stand side by side.
+        num_blocks: blocks of the sequence.
+        block_size: tokens of a block.
+        labels: name of each panel; None for ``KV group 0`` and so on.
+    """
     total, groups, _ = block_ids.shape
     # More tokens than pixels would only blur.
     rows = torch.linspace(0, total - 1, min(total, 4096)).round().long()
@@ -50,10 +55,9 @@ def plot_map(block_ids: Tensor, num_blocks: int, block_size: int, path: Path) ->
     kept = blocks_kept(block_ids[rows], num_blocks)
     shades = visible[:, None].int() + kept.int()
     colors = {"not visible": "white", "left out": "#d5dbe3", "kept": "#1f4e79"}
-    figure, axes = pyplot.subplots(
-        groups, 1, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
-    figure.set_size_inches(10, 2.2 * groups + 0.5)
+    # Not by pyplot, which would show it or need a display, as the case may be.
+    figure = Figure(figsize=(10, 2.2 * groups + 0.5), layout="constrained")
+    axes = figure.subplots(groups, 1, sharex=True, sharey=True, squeeze=False)
     for group, axis in enumerate(axes[:, 0]):
         axis.imshow(
             shades[:, group].T.numpy(),
@@ -65,7 +69,8 @@ def plot_map(block_ids: Tensor, num_blocks: int, block_size: int, path: Path) ->
             interpolation="nearest",
             extent=(0, total, -0.5, num_blocks - 0.5),
         )
-        axis.set_ylabel(f"KV group {group}\nblock")
+        label = f"KV group {group}" if labels is None else labels[group]
+        axis.set_ylabel(f"{label}\nblock")
     axes[-1, 0].set_xlabel("token")
     figure.legend(
         handles=[
@@ -74,5 +79,4 @@ def plot_map(block_ids: Tensor, num_blocks: int, block_size: int, path: Path) ->
         loc="outside upper center",
         ncols=len(colors),
     )
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure

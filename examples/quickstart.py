@@ -8,19 +8,25 @@ an output, a selection of blocks or the compilation is not as it should be.
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import json
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
-from block_map import PLOT_TYPES, plot_map, text_map
+from block_map import PLOT_TYPES, draw_map, text_map
+from command_line import (
+    Clock,
+    Device,
+    Dtype,
+    check_device,
+    check_writable,
+    default_dtype,
+    progress,
+    read_text,
+)
 from comparison import Check, compare
 from dense_oracle import Geometry, row_chunks
 from rich.console import Console
@@ -29,29 +35,16 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-from tqdm import tqdm
 
 import m3ops
 from m3ops.backends import active_backend
 
-T = TypeVar("T")
 Layer = Callable[..., Any]
 
 DECODE_TOKENS = 32
 GEOMETRY = Geometry()
 # One for a single token, one for any other number of them.
 MAX_GRAPHS = 2
-
-
-class Device(str, Enum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(str, Enum):
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
 
 
 @dataclass
@@ -105,20 +98,6 @@ class Run:
         }
 
 
-class Clock:
-    """Seconds since the last lap, with the device's work done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.last = time.perf_counter()
-
-    def lap(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        before, self.last = self.last, time.perf_counter()
-        return self.last - before
-
-
 def main(
     text_file: Annotated[
         Path | None,
@@ -146,19 +125,22 @@ def main(
     """Read a text with one MiniMax-M3 attention layer and check every output."""
     check_writable("--json", json_file)
     check_writable("--plot", plot_file, PLOT_TYPES)
-    if device is Device.cuda and not torch.cuda.is_available():
+    check_device(device)
+    source, text = read_text(text_file)
+    total = context + DECODE_TOKENS
+    if len(text) < total:
         raise typer.BadParameter(
-            f"torch {torch.__version__} finds no CUDA device here", param_hint="--device"
+            f"--context {context} and the {DECODE_TOKENS} tokens to decode after it need "
+            f"{total} bytes, and there are {len(text)} in {source}",
+            param_hint="TEXT_FILE",
         )
-    source, text = read_text(text_file, context + DECODE_TOKENS)
-    if dtype is None:
-        dtype = Dtype.float32 if device is Device.cpu else Dtype.bfloat16
+    dtype = dtype or default_dtype(device)
     kind: dict[str, Any] = {"device": device.value, "dtype": getattr(torch, dtype.value)}
 
     with torch.no_grad():
         config = m3ops.MiniMaxM3AttentionConfig(hidden_size=hidden_size)
         layer = random_layer(config, seed).to(**kind)
-        hidden = embed(text, hidden_size, seed).to(**kind)
+        hidden = embed(text[:total], hidden_size, seed).to(**kind)
         run = run_layer(layer, hidden, context, chunk)
         weights = dict(layer.named_parameters())
         comparison = compare(weights, hidden, run.outputs, run.block_ids, context, GEOMETRY)
@@ -172,7 +154,7 @@ def main(
         json_file.write_text(json.dumps(results, indent=2) + "\n")
     block_ids, blocks = run.block_ids.cpu(), num_blocks(len(hidden))
     if plot_file is not None:
-        plot_map(block_ids, blocks, GEOMETRY.block_size, plot_file)
+        draw_map(block_ids, blocks, GEOMETRY.block_size).savefig(plot_file, dpi=120)
     console = Console()
     console.print(result_table(results, checks))
     console.print(text_map(block_ids, blocks, GEOMETRY.block_size), highlight=False)
@@ -180,30 +162,6 @@ def main(
         failed = ", ".join(check.name for check in checks if not check.passed)
         console.print(f"FAILED: {failed}", style="bold red")
         raise typer.Exit(1)
-
-
-def read_text(path: Path | None, num_bytes: int) -> tuple[str, bytes]:
-    """Where the text is from, and its first `num_bytes` bytes."""
-    try:
-        source, text = default_text() if path is None else (str(path), path.read_bytes())
-    except OSError as error:
-        raise typer.BadParameter(str(error), param_hint="TEXT_FILE") from error
-    if len(text) < num_bytes:
-        raise typer.BadParameter(
-            f"--context {num_bytes - DECODE_TOKENS} and the {DECODE_TOKENS} tokens to decode after "
-            f"it need {num_bytes} bytes, and there are {len(text)} in {source}",
-            param_hint="TEXT_FILE",
-        )
-    return source, text[:num_bytes]
-
-
-def default_text() -> tuple[str, bytes]:
-    """Python's own help texts, or source code if some packager left those out."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        return "the source of argparse", inspect.getsource(argparse).encode()
-    return "the help texts of pydoc", "\n".join(topics.values()).encode()
 
 
 def embed(text: bytes, hidden_size: int, seed: int) -> Tensor:
@@ -328,22 +286,6 @@ def result_table(r: dict[str, Any], checks: list[Check]) -> Table:
     for check in checks:
         table.add_row(check.name, check.describe(), style="" if check.passed else "bold red")
     return table
-
-
-def progress(items: Sequence[T], what: str) -> Iterable[T]:
-    """A bar, on a terminal, that goes away at the end."""
-    return tqdm(items, what, leave=False, disable=None)
-
-
-def check_writable(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise typer.BadParameter(
-            f"{path.name} must end in one of {', '.join(suffixes)}", param_hint=option
-        )
 
 
 if __name__ == "__main__":

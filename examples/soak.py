@@ -26,9 +26,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
+from command_line import (
+    Clock,
+    Device,
+    Dtype,
+    check_device,
+    check_writable,
+    default_dtype,
+    progress,
+)
 from comparison import Check, Part
 from dense_oracle import DenseLayer, Geometry, force_own_block, selection_gap
-from quickstart import Clock, Device, Dtype, check_writable, progress, random_layer
+from quickstart import random_layer
 from rich.console import Console
 from rich.table import Table
 from scheduler import MAX_DRAFTS, Chunk, Load, Scheduler, gather_table
@@ -440,13 +449,10 @@ def main(
 ) -> None:
     """Serve random requests with one MiniMax-M3 attention layer and check all along."""
     check_writable("--json", json_file)
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise typer.BadParameter(
-            f"torch {torch.__version__} finds no CUDA device here", param_hint="--device"
-        )
+    check_device(device)
     on_cpu = device is Device.cpu
     steps = (300 if on_cpu else 10_000) if steps is None else steps
-    dtype = (Dtype.float32 if on_cpu else Dtype.bfloat16) if dtype is None else dtype
+    dtype = dtype or default_dtype(device)
     size = (Size.small if on_cpu else Size.m3) if size is None else size
     place = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     if size is Size.small:

@@ -1,4 +1,4 @@
-"""The quickstart and the soak, their ways of failing and their checks; the README's example."""
+"""The quickstart, generate.py, the soak and the README's example: their checks, their failures."""
 
 import dataclasses
 import importlib
@@ -24,6 +24,10 @@ MISSING = [
 ]
 needs_extra = pytest.mark.skipif(
     bool(MISSING), reason=f"needs m3ops[examples]: {', '.join(MISSING)} not installed"
+)
+needs_transformers = pytest.mark.skipif(
+    bool(MISSING) or not importlib.util.find_spec("transformers"),
+    reason="needs m3ops[examples,transformers]",
 )
 # Selections with a choice begin in the 17th block.
 LONG = 17 * 128
@@ -105,13 +109,23 @@ def test_quickstart_fails_over_budget_and_runs_without_a_compiler(tmp_path: Path
     assert result["graphs"] == 2
 
 
-def invoke(main: Callable[..., None], options: list[str]) -> Any:
-    """The result of a command line in this process."""
+def invoke(main: Any, *options: str) -> tuple[int, str]:
+    """Exit status and output of an example's command in this process."""
     typer = importlib.import_module("typer")
     testing = importlib.import_module("typer.testing")
     app = typer.Typer()
     app.command()(main)
-    return testing.CliRunner().invoke(app, options, env={"COLUMNS": "400"})
+    result = testing.CliRunner().invoke(app, options, env={"COLUMNS": "400"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+on_no_cuda = pytest.param(
+    ["--device", "cuda"],
+    "finds no CUDA device",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device"),
+)
 
 
 @needs_extra
@@ -124,25 +138,131 @@ def invoke(main: Callable[..., None], options: list[str]) -> Any:
         (["--context", "0"], "--context"),
         (["--json", "missing/result.json"], "no folder missing"),
         (["--plot", "blocks.gif"], "must end in one of .png, .pdf, .svg"),
-        pytest.param(
-            ["--device", "cuda"],
-            "finds no CUDA device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device"),
-        ),
+        on_no_cuda,
     ],
 )
 def test_quickstart_refuses(example: Any, options: list[str], message: str) -> None:
-    result = invoke(example("quickstart").main, options)
-    assert result.exit_code == 2
-    assert message in result.output
+    status, output = invoke(example("quickstart").main, *options)
+    assert status == 2
+    assert message in output
+
+
+@pytest.fixture
+def generate(example: Any) -> Iterator[Any]:
+    """The module generate.py, which quietens transformers."""
+    logging = importlib.import_module("transformers").logging
+    verbosity = logging.get_verbosity()
+    yield example("generate")
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+
+
+# A token of the small model keeps 8 blocks of 32 tokens; here it sees up to 12.
+BRIEF = ("--context", "384", "--new-tokens", "8")
+
+
+@needs_transformers
+@pytest.mark.timeout(600)
+def test_generate_finds_the_same_tokens(generate: Any, tmp_path: Path) -> None:
+    result_file = tmp_path / "result.json"
+    status, output = invoke(generate.main, *BRIEF, "--json", str(result_file))
+    assert status == 0, output
+    assert "8 of 8" in output
+    result = json.loads(result_file.read_text())
+    assert result["tokens_that_agree"] == 8
+    assert (result["context"], result["dtype"], result["device"]) == (384, "float32", "cpu")
+    unpatched, patched = result["runs"]["transformers"], result["runs"]["m3ops"]
+    assert unpatched["tokens"] == patched["tokens"]
+    # Not one letter over and over.
+    assert len(set(patched["tokens"])) > 4
+    for run in (unpatched, patched):
+        assert run["prompt_tokens_per_second"] > 0 and run["decode_tokens_per_second"] > 0
+
+
+@needs_transformers
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", 1), ("bfloat16", 0)])
+def test_generate_tells_other_tokens(
+    generate: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, expected: int
+) -> None:
+    apply_m3ops = generate.apply_m3ops
+
+    def keep_too_little(model: Any) -> None:
+        apply_m3ops(model)
+        for layer in model.model.layers[1:]:
+            layer.self_attn.indexer.topk_blocks = 1
+
+    monkeypatch.setattr(generate, "apply_m3ops", keep_too_little)
+    status, output = invoke(generate.main, *BRIEF, "--dtype", dtype)
+    assert status == expected, output
+    assert "8 of 8" not in output and "of 8" in output
+    assert ("FAILED: the tokens differ" in output) == (expected == 1)
+
+
+@needs_transformers
+@pytest.mark.timeout(600)
+def test_generate_takes_a_model_and_its_tokenizer(generate: Any, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # A token for every letter, not in the order of the bytes.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: token for token, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    model = generate.small_model(seed=1)
+    model.save_pretrained(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 10)
+
+    result_file = tmp_path / "result.json"
+    options = ("--model", str(tmp_path), *BRIEF, "--json", str(result_file))
+    status, output = invoke(generate.main, str(text), *options)
+    assert status == 0, output
+    tokens = json.loads(result_file.read_text())["runs"]["m3ops"]["tokens"]
+    prompt = torch.tensor([[vocab["Ġ" if c == " " else c] for c in text.read_text()[:384]]])
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=8)[0, 384:].tolist()
+    assert tokens == expected
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["missing.txt"], "No such file"),
+        ([str(Path(__file__)), "--context", "1000000"], "--context 1000000 needs as many tokens"),
+        (["--new-tokens", "1"], "--new-tokens"),
+        # No name that the Hub could be asked for.
+        (["--model", "./missing/model"], "--model"),
+        (["--json", "missing/result.json"], "no folder missing"),
+        on_no_cuda,
+    ],
+)
+def test_generate_refuses(generate: Any, options: list[str], message: str) -> None:
+    status, output = invoke(generate.main, *options)
+    assert status == 2
+    assert message in output
+
+
+@needs_transformers
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak")
+def test_generate_measures_memory(generate: Any) -> None:
+    size = 2**26
+    memory = generate.MemoryPeak(torch.device("cpu"))
+    torch.ones(size, dtype=torch.uint8)
+    assert memory.read() > 0.9 * size
+    # What was given back before does not count.
+    assert generate.MemoryPeak(torch.device("cpu")).read() < 0.5 * size
 
 
 @needs_extra
 def test_default_text_is_long_enough(example: Any) -> None:
-    _, text = example("quickstart").read_text(None, 4096 + 32)
-    assert len(text) == 4128
+    _, text = example("command_line").read_text(None)
+    assert len(text) > 4096 + 32
     # Not one letter over and over.
-    assert len(set(text)) > 40
+    assert len(set(text[:4128])) > 40
 
 
 SCORES = [5.0, 1.0, 4.0, 1.0 - 1e-6, 3.0, math.inf, -math.inf]
@@ -381,9 +501,9 @@ def test_soak_fails_where_memory_grows(example: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
     held = iter(range(0, 1000, 33))
     monkeypatch.setattr(module, "_resident_bytes", lambda: next(held) * 2**20)
-    result = invoke(module.main, ["--steps", "25"])
-    assert result.exit_code == 1
-    assert "FAILED: host memory grown (MiB)" in result.output
+    status, output = invoke(module.main, "--steps", "25")
+    assert status == 1
+    assert "FAILED: host memory grown (MiB)" in output
 
 
 @needs_extra
@@ -401,9 +521,9 @@ def test_soak_fails_where_memory_grows(example: Any, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_soak_refuses(example: Any, options: list[str], message: str) -> None:
-    result = invoke(example("soak").main, options)
-    assert result.exit_code == 2
-    assert message in result.output
+    status, output = invoke(example("soak").main, *options)
+    assert status == 2
+    assert message in output
 
 
 def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,10 +113,10 @@ def _first_key(first_key_ptr, b, num_seqs, num_tokens):
 @triton.jit
 def _key_room(first_key_ptr, b, num_seqs, num_tokens, max_seqlen_k):
     """Keys that the storage has for a sequence at most."""
-    if first_key_ptr is None:
-        return tl.minimum(num_tokens, max_seqlen_k)
-    first = _first_key(first_key_ptr, b, num_seqs, num_tokens)
-    return tl.minimum(num_tokens - first, max_seqlen_k)
+    room = num_tokens
+    if first_key_ptr is not None:
+        room -= _first_key(first_key_ptr, b, num_seqs, num_tokens)
+    return tl.minimum(room, max_seqlen_k)
 
 
 @triton.jit
