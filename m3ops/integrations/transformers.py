@@ -225,7 +225,7 @@ def _check_padding(attention_mask: Tensor, length: int | Tensor) -> None:
 
 
 def m3ops_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -239,7 +239,7 @@ def m3ops_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def _refuse_weights(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def _refuse_weights(module: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions") or module.config.output_attentions:
         raise NotImplementedError(
             "`output_attentions` must be False with attn_implementation='m3ops', which never holds "
@@ -299,6 +299,7 @@ def _sparse_forward(
         softmax_scale=self.scaling,
         **batch.keywords(self.indexer.block_size),
     )
+    assert isinstance(attended, Tensor)
     return self.o_proj(attended.view(*hidden_states.shape[:-1], -1)), None
 
 
