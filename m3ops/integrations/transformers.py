@@ -21,7 +21,7 @@ What differs from transformers:
   cache is filled. Such a cache cannot be continued.
 - Padding between a row's tokens, as a batch padded on the right leaves it in a cache, is refused.
   A compiled function does not look, and attends to that padding.
-- Attention weights, masks of four axes, attention dropout and continuous batching are refused.
+- Attention weights, masks of four axes and attention dropout are refused.
 - Under ``torch.compile``, a call with neither mask nor cache may hold packed sequences, so it is
   computed as if every token could start one; with a mask of ones it is faster.
 

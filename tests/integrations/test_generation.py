@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
-from tiny_model import CACHE, TWO_LAYERS, make_ids, make_model
 from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import transformers
+from packaging.version import Version
+from tiny_model import CACHE, TWO_LAYERS, make_ids, make_model
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from m3ops.integrations.transformers import apply_m3ops

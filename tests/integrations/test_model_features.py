@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import transformers
 from tiny_model import (
     CACHE,
     TWO_LAYERS,
@@ -19,8 +26,6 @@ from tiny_model import (
     make_model,
     modeling,
 )
-from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, DynamicCache, MiniMaxM3VLForCausalLM, StaticCache
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLConfig
 
@@ -340,10 +345,6 @@ def test_what_is_refused(name: str) -> None:
 
 
 def test_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    import transformers
-
     monkeypatch.setattr(transformers, "__version__", "5.16.2")
     spec = importlib.util.spec_from_file_location("again", integration.__file__)
     assert spec is not None and spec.loader is not None

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import CACHE, make_ids, make_model, modeling
 from torch import Tensor
+
+pytest.importorskip("transformers", minversion="5.17")
+
+from tiny_model import CACHE, make_ids, make_model, modeling
 from transformers import StaticCache
 
 from m3ops.integrations.transformers import apply_m3ops
