@@ -3,7 +3,8 @@
 ``python tests/integrations/common_suite/run.py`` fetches the source distribution of the installed
 transformers into the git-ignored folder ``build/``, runs its ``tests/test_modeling_common.py`` with
 the attention implementations ``m3ops`` and ``sdpa``, and prints what differs; needs transformers'
-test requirements (``pip install parameterized accelerate psutil``).
+test requirements (``pip install parameterized accelerate psutil``). The exit status is 0 if m3ops
+fails only in what it refuses.
 
 The source distribution lacks ``tests/generation`` and ``tests/exporters``, whose mixins are then
 left out. With ``--source FOLDER``, a checkout of the same version, they run as well.
@@ -28,6 +29,11 @@ CASES = Path(__file__).with_name("cases.py")
 LACKING = {
     "tests/generation/test_utils.py": "GenerationTesterMixin",
     "tests/exporters/test_export.py": "ExportTesterMixin",
+}
+# Tests that pass with sdpa and cannot with m3ops.
+CANNOT = {
+    "test_capture_outputs_decorator": "asks for attention weights",
+    "test_model_outputs_equivalence": "asks for attention weights",
 }
 
 
@@ -88,7 +94,10 @@ def main() -> int:
             print(f"{test}: {before} with sdpa, {result} with m3ops: {message}")
         elif result in ("failure", "error"):
             print(f"{test}: {result} with both: {message}")
-        worse += before == "passed" and result in ("failure", "error")
+        if test in CANNOT and "`output_attentions` must be False" in message:
+            print(f"  as expected: {CANNOT[test]}")
+        else:
+            worse += before == "passed" and result in ("failure", "error")
     return int(worse > 0)
 
 
