@@ -206,6 +206,24 @@ def test_static_cache_compiled(side: str | None) -> None:
     assert len(graphs) == 1
 
 
+def test_a_step_compiled_by_hand() -> None:
+    model = make_model(**TWO_LAYERS)
+    apply_m3ops(model)
+    ids, mask = padded([prompt[:70] for prompt in PROMPTS], "left")
+    expected = call(model, ids, attention_mask=mask)
+    cache = make_cache(model, "static", 128)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    call(model, ids[:, :67], cache, attention_mask=mask[:, :67], position_ids=positions[:, :67])
+    # Of one size in every step; what lies ahead does not count.
+    whole = torch.nn.functional.pad(mask, (0, 128 - mask.shape[1]), value=1)
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for t in range(67, 70):
+        token, position = ids[:, t : t + 1], positions[:, t : t + 1]
+        with torch._dynamo.config.patch(error_on_recompile=t > 67):
+            logits = call(step, token, cache, attention_mask=whole, position_ids=position)
+        torch.testing.assert_close(logits[:, 0], expected[:, t], atol=1e-5, rtol=1e-5)
+
+
 class Watch(TorchDispatchMode):
     """Notes the largest tensor that an op makes, and the keys that our ops read."""
 
