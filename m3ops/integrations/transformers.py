@@ -21,7 +21,7 @@ What differs from transformers:
   cache is filled. Such a cache cannot be continued.
 - Padding between a row's tokens, as a batch padded on the right leaves it in a cache, is refused.
   A compiled function does not look, and attends to that padding.
-- Attention weights, masks of four axes, attention dropout and continuous batching are refused.
+- Attention weights, masks of four axes and attention dropout are refused.
 - Under ``torch.compile``, a call with neither mask nor cache may hold packed sequences, so it is
   computed as if every token could start one; with a mask of ones it is faster.
 
@@ -225,7 +225,7 @@ def _check_padding(attention_mask: Tensor, length: int | Tensor) -> None:
 
 
 def m3ops_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -239,7 +239,7 @@ def m3ops_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def _refuse_weights(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def _refuse_weights(module: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions") or module.config.output_attentions:
         raise NotImplementedError(
             "`output_attentions` must be False with attn_implementation='m3ops', which never holds "
@@ -299,6 +299,7 @@ def _sparse_forward(
         softmax_scale=self.scaling,
         **batch.keywords(self.indexer.block_size),
     )
+    assert isinstance(attended, Tensor)
     return self.o_proj(attended.view(*hidden_states.shape[:-1], -1)), None
 
 
