@@ -369,7 +369,7 @@ def _score_tiles(
     scores_ptr, stride_s_t, stride_s_h, stride_s_j, visible_ptr = outputs
     begin = share[0]
     b, tile, upto = place
-    row_begin = batch[3]
+    row_begin = batch[4]
     BLOCK_SIZE: gl.constexpr = k_ring.shape[2]
     DIM: gl.constexpr = k_ring.shape[3]
     ROWS: gl.constexpr = HEADS * q_tiles.shape[1]
