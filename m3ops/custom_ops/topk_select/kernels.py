@@ -1,4 +1,4 @@
-"""Triton kernels of ``topk_select``."""
+"""Triton kernels of ``topk_select``: for many rows, for few, and for rows too wide for registers."""
 
 import triton
 import triton.language as tl
@@ -305,27 +305,16 @@ def _select_row(
         reach = top
     step = 0
     while (reach != wanted) & (low < high) & (step < 64):
-        # Three counts in one sum, which is what takes the time.
-        lower = 0.75 * low + 0.25 * high
-        middle = 0.5 * low + 0.5 * high
-        upper = 0.25 * low + 0.75 * high
         # Scores lie close together on their own scale, but only halving bits ends for certain.
-        if (step >= 12) | ((lower > low) & (upper < high) == 0):
+        middle = 0.5 * low + 0.5 * high
+        if (step >= 24) | ((middle > low) & (middle < high) == 0):
             middle = _middle_bits(low, high)
             high = tl.where(middle > low, high, low)
-            lower = middle
-            upper = middle
-        counts = tl.sum(
-            (scores >= lower).to(tl.int64)
-            + ((scores >= middle).to(tl.int64) << 20)
-            + ((scores >= upper).to(tl.int64) << 40)
-        )
-        count_lower = (counts & 0xFFFFF).to(tl.int32)
-        count_middle = ((counts >> 20) & 0xFFFFF).to(tl.int32)
-        count_upper = (counts >> 40).to(tl.int32)
-        low, high, reach = _narrow(low, high, reach, lower, count_lower, wanted)
-        low, high, reach = _narrow(low, high, reach, middle, count_middle, wanted)
-        low, high, reach = _narrow(low, high, reach, upper, count_upper, wanted)
+        count = tl.sum((scores >= middle).to(tl.int32))
+        enough = count >= wanted
+        low = tl.where(enough, middle, low)
+        reach = tl.where(enough, count, reach)
+        high = tl.where(enough, high, middle)
         step += 1
 
     kept = free & (scores >= low)
@@ -341,15 +330,6 @@ def _select_row(
     k = tl.arange(0, BLOCK_K)
     unused = (k >= wanted + num_forced) & (k < TOPK)
     tl.store(i_ptr + k * stride_i_k, tl.full([BLOCK_K], -1, tl.int32), unused)
-
-
-@triton.jit
-def _narrow(low, high, reach, pivot, count, wanted):
-    """Take one more count into the bounds of the search."""
-    enough = (count >= wanted) & (pivot > low)
-    reach = tl.where(enough, count, reach)
-    low = tl.where(enough, pivot, low)
-    return low, tl.where(count < wanted, tl.minimum(high, pivot), high), reach
 
 
 @triton.jit
