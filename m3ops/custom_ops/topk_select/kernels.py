@@ -1,4 +1,4 @@
-"""Triton kernels of ``topk_select``: for many rows, for few, and for rows too wide for registers."""
+"""Triton kernels of ``topk_select``: for many rows, for few, and for rows of any width."""
 
 import triton
 import triton.language as tl
