@@ -97,4 +97,4 @@ def _num_warps(block_j: int) -> int:
     """One warp while it can hold a row: a search across warps waits at a barrier each step."""
     if block_j <= 512:
         return 1
-    return 8 if block_j <= 8192 else 32
+    return 4 if block_j <= 2048 else 8 if block_j <= 8192 else 32
