@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class BatchMetadata:
         slot_mapping: int64 ``[T]``, cache slot ``page * N + offset`` of each token; -1 in padding;
             None for a batch without a cache.
         generic_ints: ``max_seqlen_q``, ``num_decode_seqs`` and ``num_decode_tokens``, each two
-            larger than it is, because torch.compile specialises 0 and 1. Read them by name.
+            larger than it is, because torch.compile specialises 0 and 1; None for a batch
+            :meth:`without_bounds`. Read them by name.
         block_size: ``N``, tokens of a block and of a page.
     """
 
@@ -45,7 +47,7 @@ class BatchMetadata:
     num_valid_blocks: Tensor
     block_table: Tensor | None
     slot_mapping: Tensor | None
-    generic_ints: tuple[int, int, int]
+    generic_ints: tuple[int, int, int] | None
     block_size: int
 
     @property
@@ -61,17 +63,48 @@ class BatchMetadata:
     @property
     def max_seqlen_q(self) -> int:
         """The bucket's bound on a sequence's query tokens."""
+        if self.generic_ints is None:
+            return self.num_tokens
         return self.generic_ints[0] - _FIRST_GENERIC
 
     @property
     def num_decode_seqs(self) -> int:
         """How many leading sequences of the bucket are decode sequences."""
+        if self.generic_ints is None:
+            return 0
         return self.generic_ints[1] - _FIRST_GENERIC
 
     @property
     def num_decode_tokens(self) -> int:
         """How many leading rows of the bucket are theirs."""
+        if self.generic_ints is None:
+            return 0
         return self.generic_ints[2] - _FIRST_GENERIC
+
+    def without_bounds(self) -> BatchMetadata:
+        """Describe the same step, in the same tensors, without host integers.
+
+        ``T`` takes the place of `max_seqlen_q`, and no sequence is named as a decode sequence;
+        results are equal. Export a batch like this for AOTInductor: packaging fails on integers
+        that are dynamic, and builds in those that are not, so that every later step silently gets
+        the first one's. The package runs any step, and passes over the integers of a batch that has
+        them.
+        """
+        return replace(self, generic_ints=None)
+
+    def dynamic_shapes(self) -> list[Any]:
+        """This batch's entry in the `dynamic_shapes` of ``torch.export.export``: all sizes open.
+
+        Only `block_size` stays what it is.
+        """
+        dynamic = torch.export.Dim.DYNAMIC
+        open_sizes = [
+            None if value is None else dict.fromkeys(range(value.ndim), dynamic)
+            for value in (getattr(self, field.name) for field in fields(self)[:6])
+        ]
+        ints = None if self.generic_ints is None else (dynamic,) * 3
+        # Fields that are None are no part of the pytree.
+        return [*(entry for entry in (*open_sizes, ints) if entry is not None), None]
 
     @classmethod
     def from_lengths(
@@ -162,14 +195,14 @@ class BatchMetadata:
         num_tokens: int,
         num_seqs: int,
         num_columns: int | None,
-        generic_ints: tuple[int, int, int],
+        generic_ints: tuple[int, int, int] | None,
         block_size: int,
     ) -> BatchMetadata:
         """The bucket's batch on the CPU."""
         query, context = _lengths(query_lens, context_lens)
         check_at_least("block_size", block_size, 1)
         count, total = len(query_lens), sum(query_lens)
-        max_seqlen_q = generic_ints[0] - _FIRST_GENERIC
+        max_seqlen_q = num_tokens if generic_ints is None else generic_ints[0] - _FIRST_GENERIC
         _check_fits("query_lens", "tokens", total, num_tokens)
         _check_fits("query_lens", "sequences", count, num_seqs)
         _check_fits("query_lens", "tokens a sequence", max(query_lens, default=0), max_seqlen_q)
@@ -290,6 +323,7 @@ class BatchMetadata:
 
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments by which the ops of :mod:`m3ops` take the batch."""
+        self._warn_of_frozen_bounds()
         return {
             "cu_seqlens_q": self.cu_seqlens_q,
             "seqused_k": self.seqused_k,
@@ -302,6 +336,21 @@ class BatchMetadata:
             "num_decode_tokens": self.num_decode_tokens,
             "block_size": self.block_size,
         }
+
+    def _warn_of_frozen_bounds(self) -> None:
+        """A program for every ``T`` with the bound of one step is right in that step alone."""
+        if (
+            torch.compiler.is_exporting()
+            and self.generic_ints is not None
+            and _is_symbolic(self.num_tokens)
+            and not _is_symbolic(self.generic_ints[0])
+        ):
+            warnings.warn(
+                f"`max_seqlen_q` = {self.max_seqlen_q} becomes a constant of the exported program "
+                "although T is dynamic, and AOTInductor does not check it: export "
+                "`batch.without_bounds()`, or with `batch.dynamic_shapes()`",
+                stacklevel=2,
+            )
 
     def _to(self, device: torch.device) -> BatchMetadata:
         """Move to `device` and let torch.compile treat every size as independent."""
@@ -327,6 +376,10 @@ class BatchMetadata:
 torch.export.register_dataclass(BatchMetadata, serialized_type_name="m3ops.BatchMetadata")
 # Saved programs hold the inputs that they were exported with.
 torch.serialization.add_safe_globals([BatchMetadata])
+
+
+def _is_symbolic(value: object) -> bool:
+    return isinstance(value, torch.SymInt)
 
 
 def _lengths(

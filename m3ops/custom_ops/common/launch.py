@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -21,6 +21,21 @@ MAX_DECODE_QUERIES = 16
 
 BLOCK_B = 32
 """Sequences that one step of the search for a row's sequence looks at."""
+
+KINDS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
+"""Kinds of GPU that have columns of their own in the tables of configurations.
+
+A program's shared memory is 163 KiB, 99, 227, 227, 99 and 64.
+"""
+
+_Config = TypeVar("_Config")
+
+
+def per_kind(
+    default: dict[str, _Config], changes: dict[str, dict[str, _Config]]
+) -> dict[str, dict[str, _Config]]:
+    """A table of configurations by kind of GPU and case: `default`, and what some kinds change."""
+    return {kind: default | changes.get(kind, {}) for kind in KINDS}
 
 
 @functools.cache
@@ -86,14 +101,26 @@ def head_stride(batch: Batch, keys: Tensor) -> int:
     return keys.stride(1 if batch.layout == PAGED else -2)
 
 
+@functools.cache
+def device_kind(device: torch.device) -> str:
+    """The kind of GPU whose configurations a device takes: the newest one that is not too new."""
+    if device.type == "cpu":
+        return "sm_80"
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    fitting = [kind for kind in KINDS[:5] if int(kind[3:]) <= 10 * major + minor]
+    return fitting[-1] if fitting else "sm_80"
+
+
 def supports_hopper(device: torch.device) -> bool:
     """Tiles fetched by the copy engine, and launches that overlap their predecessor."""
-    return device.type == "cuda" and _capability(device) >= (9, 0)
+    return device_kind(device) in ("sm_90", "sm_100", "sm_120")
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+def max_warps(device: torch.device) -> int:
+    """Warps of the largest program: 1024 threads."""
+    return 16 if device_kind(device) == "gfx942" else 32
 
 
 def decode_rows(batch: Batch, rows: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ...batch import Batch
 from ..common.launch import (
     check_sizes,
     decode_rows,
+    device_kind,
     fetchable,
     key_strides,
     launch,
@@ -22,6 +24,7 @@ from ..common.launch import (
     next_power_of_2,
     num_multiprocessors,
     num_tiles,
+    per_kind,
     supports_hopper,
 )
 from .kernels import _index_score_kernel
@@ -38,13 +41,39 @@ class Config:
     programs_per_multiprocessor: int
 
 
-def _config(decode: bool, dtype: torch.dtype, heads: int, block_size: int, block_d: int) -> Config:
-    few = next_power_of_2(heads)
-    if dtype == torch.float32:
-        return Config(max(16, few), min(block_size, 32), 4, 1, 4)
-    if decode:
-        return Config(few, min(block_size, 128), 4, 3 if block_d <= 128 else 2, 3)
-    return Config(max(128, few), min(block_size, 128), 8, 3 if block_d <= 128 else 2, 2)
+# Rows grow to a token's heads, keys shrink to a block. A block is large above 128 x 128 elements,
+# huge above twice that: every stage buffers a whole block.
+_SMALL = {
+    "large decode": Config(16, 64, 4, 1, 3),
+    "large prefill": Config(64, 64, 4, 1, 2),
+}
+_CONFIGS = per_kind(
+    {
+        "float32": Config(16, 16, 8, 1, 4),
+        "decode": Config(16, 128, 4, 3, 3),
+        "large decode": Config(16, 128, 4, 2, 3),
+        "huge decode": Config(16, 64, 4, 1, 3),
+        "prefill": Config(128, 128, 8, 3, 2),
+        "large prefill": Config(128, 128, 8, 2, 2),
+        "huge prefill": Config(64, 32, 8, 1, 2),
+    },
+    {"sm_86": _SMALL, "sm_120": _SMALL, "gfx942": _SMALL},
+)
+
+
+@functools.cache
+def _config(
+    decode: bool, dtype: torch.dtype, heads: int, block_size: int, block_d: int, kind: str
+) -> Config:
+    case = "decode" if decode else "prefill"
+    if block_size * block_d > 128 * 128:
+        case = f"{'large' if block_size * block_d <= 2 * 128 * 128 else 'huge'} {case}"
+    config = _CONFIGS[kind]["float32" if dtype == torch.float32 else case]
+    return replace(
+        config,
+        block_m=max(config.block_m, next_power_of_2(heads)),
+        block_n=min(config.block_n, block_size),
+    )
 
 
 def launch_index_score(
@@ -97,7 +126,8 @@ def _launch(
         return
     _, heads, dim = index_q.shape
     block_d = next_power_of_2(dim)
-    config = _config(decode, index_q.dtype, heads, batch.block_size, block_d)
+    kind = device_kind(index_q.device)
+    config = _config(decode, index_q.dtype, heads, batch.block_size, block_d, kind)
     tile_t = config.block_m // heads
     one_tile = decode and batch.max_seqlen_q <= tile_t
     # Where only scores are written, a sequence a tile leaves out nothing but padding.

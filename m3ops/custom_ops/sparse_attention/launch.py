@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ..common.launch import (
     MAX_DECODE_QUERIES,
     check_sizes,
     decode_rows,
+    device_kind,
     fetchable,
     head_stride,
     key_strides,
@@ -24,6 +26,7 @@ from ..common.launch import (
     next_power_of_2,
     num_multiprocessors,
     num_tiles,
+    per_kind,
     supports_hopper,
 )
 from .kernels import (
@@ -70,33 +73,63 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tokens of a tile and keys of a product of the tile kernel, and how the program runs."""
+    """Rows and keys of a product of the tile kernel, and how the program runs."""
 
-    tile_t: int
+    block_m: int
     block_n: int
     num_warps: int
     num_stages: int
 
 
+# Heads shrink to those of a group, keys to a block. A dim is wide from 129 on; a program is alone
+# if it has a multiprocessor, and so its shared memory, to itself.
+_SMALL_ROWS = {"wide": RowConfig(32, 32, 4, 2), "alone": RowConfig(64, 128, 4, 2)}
+_ROW_CONFIGS = per_kind(
+    {
+        "float32": RowConfig(16, 16, 8, 1),
+        "wide": RowConfig(32, 64, 4, 2),
+        "alone": RowConfig(64, 128, 4, 3),
+        "shared": RowConfig(64, 128, 4, 2),
+    },
+    {
+        "sm_86": _SMALL_ROWS,
+        "sm_120": _SMALL_ROWS,
+        "gfx942": {
+            "wide": RowConfig(32, 32, 4, 2),
+            "alone": RowConfig(64, 64, 4, 2),
+            "shared": RowConfig(64, 64, 4, 2),
+        },
+    },
+)
+
+_TILE_CONFIGS = per_kind(
+    {
+        "float32": TileConfig(32, 16, 8, 1),
+        "wide": TileConfig(64, 64, 4, 2),
+        "narrow": TileConfig(64, 64, 4, 3),
+    },
+    {},
+)
+
+
+@functools.cache
 def _row_config(
-    dtype: torch.dtype, group: int, block_size: int, block_d: int, alone: bool
+    dtype: torch.dtype, group: int, block_size: int, block_d: int, alone: bool, kind: str
 ) -> RowConfig:
-    """`alone`: programs have a multiprocessor, and so its shared memory, to themselves."""
-    block_g = min(64, next_power_of_2(group))
-    if dtype == torch.float32:
-        return RowConfig(min(16, block_g), min(block_size, 32), 4, 1)
-    if block_d > 128:
-        return RowConfig(block_g, min(block_size, 64), 4, 2)
-    return RowConfig(block_g, min(block_size, 128), 4, 3 if alone else 2)
+    case = "wide" if block_d > 128 else "alone" if alone else "shared"
+    config = _ROW_CONFIGS[kind]["float32" if dtype == torch.float32 else case]
+    return replace(
+        config,
+        block_g=min(config.block_g, next_power_of_2(group)),
+        block_n=min(config.block_n, block_size),
+    )
 
 
-def _tile_config(dtype: torch.dtype, group: int, block_size: int, block_d: int) -> TileConfig:
-    """A tile of fewer than two tokens is not worth its list."""
-    block_g = next_power_of_2(group, 1)
-    tile_t = min(16, (32 if dtype == torch.float32 else 64) // block_g)
-    if dtype == torch.float32:
-        return TileConfig(tile_t, min(block_size, 32), 4, 1)
-    return TileConfig(tile_t, min(block_size, 64), 4, 3 if block_d <= 128 else 2)
+@functools.cache
+def _tile_config(dtype: torch.dtype, block_size: int, block_d: int, kind: str) -> TileConfig:
+    case = "wide" if block_d > 128 else "narrow"
+    config = _TILE_CONFIGS[kind]["float32" if dtype == torch.float32 else case]
+    return replace(config, block_n=min(config.block_n, block_size))
 
 
 def launch_sparse_attention(
@@ -118,8 +151,12 @@ def launch_sparse_attention(
     check_sizes("sparse_attention", q.dtype, batch.block_size, **{"head dim": q.shape[2]})
     inputs = _Inputs(q, k, v, block_ids, batch, softmax_scale)
     rows, hopper = q.shape[0], _hopper(inputs)
-    config = _tile_config(q.dtype, inputs.group, batch.block_size, next_power_of_2(q.shape[2]))
-    tile_t = config.tile_t if hopper is None else hopper.TILE_T
+    block_d, kind = next_power_of_2(q.shape[2]), device_kind(q.device)
+    config = _tile_config(q.dtype, batch.block_size, block_d, kind)
+    # A tile of fewer than two tokens is not worth its list.
+    tile_t = min(16, config.block_m // next_power_of_2(inputs.group, 1))
+    if hopper is not None:
+        tile_t = hopper.TILE_T
     # Entries of a union hold a block and a bit per token of the tile.
     entries_fit = batch.num_block_columns <= 2 ** (31 - tile_t)
     if tile_t < 2 or num_splits > 0 or softmax_scale <= 0 or not entries_fit:
@@ -187,7 +224,7 @@ def _attend_tiles(
         balance = None if kv_lists is None else kv_lists.balance
         _launch_union(inputs, tile_t, first, last, balance, *listed)
         if hopper is None:
-            _launch_tiles(inputs, config, *listed, out, lse)
+            _launch_tiles(inputs, config, tile_t, *listed, out, lse)
             continue
         tensors = (q, inputs.k, inputs.v)
         hopper.launch_hopper_attention(
@@ -232,7 +269,8 @@ def _launch_rows(
     block_d = next_power_of_2(q.shape[2])
     programs = (end - begin) * inputs.heads_kv * num_splits
     alone = programs <= num_multiprocessors(q.device)
-    config = _row_config(q.dtype, group, batch.block_size, block_d, alone)
+    kind = device_kind(q.device)
+    config = _row_config(q.dtype, group, batch.block_size, block_d, alone, kind)
     launch(
         _sparse_attention_kernel,
         (end - begin, inputs.heads_kv * triton.cdiv(group, config.block_g), num_splits),
@@ -273,6 +311,7 @@ def _launch_merge(
     topk: int, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     num_splits, rows, heads, dim = partial_out.shape
+    block_s, block_d = next_power_of_2(topk, 2), next_power_of_2(dim)
     launch(
         _sparse_attention_merge_kernel,
         (rows, heads),
@@ -293,9 +332,9 @@ def _launch_merge(
         stride_l_h=lse.stride(1),
         DIM=dim,
         num_splits=num_splits,
-        BLOCK_S=next_power_of_2(topk, 2),
-        BLOCK_D=next_power_of_2(dim),
-        num_warps=2,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        num_warps=min(8, max(2, block_s * block_d // 1024)),
     )
 
 
@@ -309,6 +348,7 @@ def _launch_union(
     lists: Tensor,
     counts: Tensor,
 ) -> None:
+    block_e = next_power_of_2(lists.shape[2])
     layout = layout_args(inputs.batch, inputs.k)
     shared = (
         "cu_seqlens_q_ptr",
@@ -332,9 +372,10 @@ def _launch_union(
         row_end=end,
         HEADS=inputs.heads_kv,
         TILE_T=tile_t,
-        BLOCK_E=next_power_of_2(lists.shape[2]),
+        BLOCK_E=block_e,
         KV_MAJOR_COST=KV_MAJOR_COST,
-        num_warps=1,
+        # So many that what each thread sorts stays in its registers.
+        num_warps=min(8, max(1, block_e // 512)),
         **_id_args(inputs.block_ids),
         **{name: layout[name] for name in shared},
     )
@@ -343,6 +384,7 @@ def _launch_union(
 def _launch_tiles(
     inputs: _Inputs,
     config: TileConfig,
+    tile_t: int,
     tile_rows: Tensor,
     lists: Tensor,
     counts: Tensor,
@@ -389,7 +431,7 @@ def _launch_tiles(
         GROUP=inputs.group,
         DIM=q.shape[2],
         TOPK=inputs.block_ids.shape[2],
-        TILE_T=config.tile_t,
+        TILE_T=tile_t,
         BLOCK_G=next_power_of_2(inputs.group, 1),
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,

@@ -8,14 +8,14 @@ import torch
 import triton
 from torch import Tensor
 
-from ..common.launch import launch, next_power_of_2, num_multiprocessors
+from ..common.launch import launch, max_warps, next_power_of_2, num_multiprocessors
 from .kernels import (
     _topk_select_columns_kernel,
     _topk_select_rows_kernel,
     _topk_select_wide_kernel,
 )
 
-MAX_REGISTER_COLUMNS = 32768
+MAX_REGISTER_COLUMNS = 8192
 """Widest row that a program keeps in registers."""
 
 MAX_SORTED = 16
@@ -63,7 +63,8 @@ def launch_topk_select(
         arguments["SHARES"] = arguments["num_warps"] = _shares(grid[0], scores.device)
     elif columns > MAX_REGISTER_COLUMNS:
         grid = (rows * heads,)
-        kernel, arguments["BLOCK_J"], arguments["num_warps"] = _topk_select_wide_kernel, 8192, 16
+        kernel, arguments["BLOCK_J"] = _topk_select_wide_kernel, 8192
+        arguments["num_warps"] = max_warps(scores.device) // 2
     else:
         grid = (rows * heads,)
         kernel, block_j = _topk_select_rows_kernel, next_power_of_2(columns, 32)
@@ -95,6 +96,4 @@ def _rows_aligned(scores: Tensor) -> bool:
 
 def _num_warps(block_j: int) -> int:
     """One warp while it can hold a row: a search across warps waits at a barrier each step."""
-    if block_j <= 512:
-        return 1
-    return 4 if block_j <= 2048 else 8 if block_j <= 8192 else 32
+    return 1 if block_j <= 512 else 4 if block_j <= 2048 else 8
