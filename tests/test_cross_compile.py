@@ -40,7 +40,7 @@ THREADS = 1024
 TENSOR_MEMORY_COLUMNS = 512
 # Bytes of a thread. Some registers that wait in L1 cost little next to the loads of a tile. A
 # float32 product keeps whole rows of its operands in registers, which large dims do not fit.
-SPILLED = {"bfloat16": 128, "float16": 128, "float32": 2048}
+SPILLED = {"bfloat16": 160, "float16": 160, "float32": 2048}
 KERNELS = {
     "_index_score_kernel",
     "_topk_select_rows_kernel",
