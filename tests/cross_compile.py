@@ -50,7 +50,7 @@ _TYPES = {
     torch.int64: "*i64",
 }
 _OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"}
-_PAGES = 64
+_PAGES = 160
 
 
 class Geometry(NamedTuple):

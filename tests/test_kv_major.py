@@ -189,7 +189,7 @@ def road(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return lists
 
     monkeypatch.setattr(hopper, "allocate_lists", allocate)
-    for name in ("MIN_ROWS", "MIN_CHUNK_ROWS"):
+    for name in ("MIN_ROWS", "MIN_CHUNK_ROWS", "MIN_SPREAD"):
         monkeypatch.setattr(kv_major, name, 1)
 
     def choose(cost: int | None = None, chunk_rows: int = 4096) -> list[kv_major.Lists]:

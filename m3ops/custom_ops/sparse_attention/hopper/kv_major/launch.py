@@ -42,6 +42,9 @@ CHUNK_ROWS, MIN_CHUNK_ROWS = 2048, 1024
 MIN_ROWS = 2048
 """Fewer tokens leave the lists too short."""
 
+MIN_SPREAD = 8
+"""Where a sequence has no more than so many times K blocks, unions are short whatever they hold."""
+
 MAX_TOPK = 32
 """Slots that one program joins."""
 
@@ -99,7 +102,7 @@ def allocate_lists(
     """
     topk = block_ids.shape[2]
     num_blocks = batch.num_seqs * batch.num_block_columns
-    dense = topk * batch.block_size >= batch.max_seqlen_k
+    dense = MIN_SPREAD * topk * batch.block_size >= batch.max_seqlen_k
     if rows < MIN_ROWS or dense or topk > MAX_TOPK or num_blocks > MAX_BLOCKS or not fetchable(q):
         return None
     chunk_rows = min(CHUNK_ROWS, rows)
