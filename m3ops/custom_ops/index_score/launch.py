@@ -57,7 +57,12 @@ _CONFIGS = per_kind(
         "large prefill": Config(128, 128, 8, 2, 2),
         "huge prefill": Config(64, 32, 8, 1, 2),
     },
-    {"sm_86": _SMALL, "sm_120": _SMALL, "gfx942": _SMALL},
+    {
+        "sm_80": {"large prefill": Config(64, 128, 8, 2, 2)},
+        "sm_86": _SMALL,
+        "sm_120": _SMALL,
+        "gfx942": _SMALL,
+    },
 )
 
 
