@@ -3,7 +3,7 @@
 Makes a virtual environment in a temporary folder, installs that torch with the Triton that it asks
 for, then this repository as CI does, and runs pytest there. On Linux, PyPI's torch is a CUDA build
 of several gigabytes; ``--index-url https://download.pytorch.org/whl/cpu`` takes a CPU build, which
-asks for no Triton: say which with ``--triton``.
+asks for no Triton: say which with ``--triton``. ``--with 'numpy<2.4'`` adds a requirement.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("torch", help="version of torch, as in 2.10.0")
     parser.add_argument("--index-url", help="where torch comes from, if not from PyPI")
     parser.add_argument("--triton", help="version of Triton, if not the one torch asks for")
+    parser.add_argument("--with", dest="others", action="append", default=[], metavar="REQUIREMENT")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment")
     parser.add_argument("--keep", type=Path, help="folder of the environment, kept or used again")
     options, pytest_arguments = parser.parse_known_args()
@@ -57,7 +58,8 @@ def install(python: Path, options: argparse.Namespace) -> None:
     subprocess.run([*pip, *index, f"torch=={options.torch}"], check=True)
     if options.triton:
         subprocess.run([*pip, f"triton=={options.triton}"], check=True)
-    subprocess.run([*pip, "--editable", f"{ROOT}[test,examples,transformers]"], check=True)
+    own = ["--editable", f"{ROOT}[test,examples,transformers]"]
+    subprocess.run([*pip, *own, *options.others], check=True)
 
 
 if __name__ == "__main__":

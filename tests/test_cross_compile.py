@@ -38,8 +38,9 @@ LIMITS = {
 REGISTERS = {"sm": 65536, "gfx": 131072}
 THREADS = 1024
 TENSOR_MEMORY_COLUMNS = 512
-# Bytes of a thread. Some registers that wait in L1 cost little next to the loads of a tile.
-SPILLED = 128
+# Bytes of a thread. Some registers that wait in L1 cost little next to the loads of a tile. A
+# float32 product keeps whole rows of its operands in registers, which large dims do not fit.
+SPILLED = {"bfloat16": 128, "float16": 128, "float32": 2048}
 KERNELS = {
     "_index_score_kernel",
     "_topk_select_rows_kernel",
@@ -52,10 +53,11 @@ KERNELS = {
     "_sparse_attention_hopper_kernel",
     "_store_kv_kernel",
 }
-# Every kind of GPU in the dtype of the model, and in float32, which has configurations of its own.
-# float16 takes those of bfloat16, so one kind is enough.
+# Every kind of GPU in the dtype of the model. float32 has configurations of its own, the same for
+# all: with the copy engine, without it, and on the other vendor's. float16 takes bfloat16's.
 TARGETS = [
-    *((arch, dtype) for dtype in ("bfloat16", "float32") for arch in LIMITS),
+    *((arch, "bfloat16") for arch in LIMITS),
+    *((arch, "float32") for arch in ("sm_80", "sm_90", "gfx942")),
     ("sm_90", "float16"),
 ]
 
@@ -100,7 +102,7 @@ def test_kernels_compile_within_limits(arch: str, dtype: str) -> None:
         assert record["threads"] <= THREADS, record
         assert record["registers"] * record["threads"] <= registers, record
         assert record["tensor_memory"] <= TENSOR_MEMORY_COLUMNS, record
-        assert record["spilled"] <= SPILLED, record
+        assert record["spilled"] <= SPILLED[dtype], record
         if dtype != "float32" and record["product_rows"]:
             assert sum(record[name] for name in limits.any_rows) > 0, record
             if record["product_rows"][-1] >= 64:

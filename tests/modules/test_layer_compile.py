@@ -188,7 +188,8 @@ def test_inductor_copies_no_cache(with_workspace: bool) -> None:
     compiled = torch.compile(stack, fullgraph=True, dynamic=True)
     out, (code,) = run_and_get_code(compiled, hidden, batch)
     torch.testing.assert_close(out, expected)
-    body = code[code.index("def call(") : code.index("def get_args(")]
+    # Then come the inputs of a benchmark, by names that differ between versions.
+    body = code[code.index("def call(") :].partition("rand_strided")[0]
     assert body.count("torch.ops.m3ops.store_kv") == 2
     allocations = [line for line in body.splitlines() if "empty_strided" in line]
     assert allocations
@@ -345,35 +346,3 @@ def test_what_cuda_graphs_need(counter: CompileCounterWithBackend, with_workspac
     if steps.workspace is not None:
         mutated |= {f"workspace_buffers_{name}" for name, _ in steps.workspace.named_buffers()}
     assert mutated <= static
-
-
-class Exported(nn.Module):
-    """Tensors and metadata in, tensors out: what torch.export takes."""
-
-    def __init__(self, steps: Steps) -> None:
-        super().__init__()
-        self.layer = steps.layer
-        self.cache = steps.cache
-        self.workspace = steps.workspace
-
-    def forward(self, hidden: Tensor, batch: BatchMetadata) -> Tensor:
-        return self.layer(hidden, batch, self.cache, workspace=self.workspace)
-
-
-@pytest.mark.usefixtures("no_grad")
-@pytest.mark.parametrize("with_workspace", [False, True])
-def test_one_exported_program_runs_every_step(tmp_path: Any, with_workspace: bool) -> None:
-    steps = Steps(with_workspace)
-    module = Exported(steps)
-    rows = {0: torch.export.Dim.DYNAMIC}
-    integer = torch.export.Dim.DYNAMIC
-    # In the order of the fields; `block_size` stays what it is.
-    batch_spec = [rows, rows, rows, rows, {0: integer, 1: integer}, rows, (integer,) * 3, None]
-    program = torch.export.export(
-        module, steps.inputs("mixed"), dynamic_shapes=(rows, batch_spec), strict=False
-    )
-    torch.export.save(program, tmp_path / "layer.pt2")
-    loaded = torch.export.load(tmp_path / "layer.pt2").module()
-    for name in ("single", "long prefill", "many decodes", "single, long"):
-        hidden, batch = steps.inputs(name)
-        torch.testing.assert_close(loaded(hidden, batch), module(hidden, batch))

@@ -15,6 +15,7 @@ from ...batch import (
     check_rows,
     check_shape,
     make_batch,
+    num_blocks,
 )
 from . import ops as ops
 
@@ -94,10 +95,12 @@ def index_score(
     check_dtype("out", out, torch.float32)
     check_device("out", out, index_q.device)
     check_shape("out", out, "[T, Hi, NB]", (index_q.shape[0], index_q.shape[1], None))
-    if out.shape[2] < batch.num_block_columns:
+    # Not the batch's property: torch.compile of torch 2.10 reads none of a named tuple.
+    columns = num_blocks(batch.max_seqlen_k, block_size)
+    if out.shape[2] < columns:
         raise ValueError(
-            f"`out` must have at least ceil(max_seqlen_k / block_size) = "
-            f"{batch.num_block_columns} block columns, got {out.shape[2]}"
+            f"`out` must have at least ceil(max_seqlen_k / block_size) = {columns} block columns, "
+            f"got {out.shape[2]}"
         )
     torch.ops.m3ops.index_score_out(index_q, index_k, *batch, num_splits, out)
     return out

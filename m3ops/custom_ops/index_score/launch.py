@@ -48,13 +48,13 @@ _SMALL = {
 }
 _CONFIGS = per_kind(
     {
-        "float32": Config(16, 32, 4, 1, 4),
+        "float32": Config(16, 16, 8, 1, 4),
         "decode": Config(16, 128, 4, 3, 3),
         "large decode": Config(16, 128, 4, 2, 3),
         "huge decode": Config(16, 64, 4, 1, 3),
         "prefill": Config(128, 128, 8, 3, 2),
         "large prefill": Config(128, 128, 8, 2, 2),
-        "huge prefill": Config(64, 64, 8, 1, 2),
+        "huge prefill": Config(64, 32, 8, 1, 2),
     },
     {"sm_86": _SMALL, "sm_120": _SMALL, "gfx942": _SMALL},
 )

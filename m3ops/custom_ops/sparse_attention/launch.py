@@ -82,7 +82,7 @@ class TileConfig:
 _SMALL_ROWS = {"wide": RowConfig(32, 32, 4, 2), "alone": RowConfig(64, 128, 4, 2)}
 _ROW_CONFIGS = per_kind(
     {
-        "float32": RowConfig(16, 32, 4, 1),
+        "float32": RowConfig(16, 16, 8, 1),
         "wide": RowConfig(32, 64, 4, 2),
         "alone": RowConfig(64, 128, 4, 3),
         "shared": RowConfig(64, 128, 4, 2),
@@ -100,7 +100,7 @@ _ROW_CONFIGS = per_kind(
 
 _TILE_CONFIGS = per_kind(
     {
-        "float32": TileConfig(32, 32, 4, 1),
+        "float32": TileConfig(32, 16, 8, 1),
         "wide": TileConfig(64, 64, 4, 2),
         "narrow": TileConfig(64, 64, 4, 3),
     },
