@@ -454,6 +454,9 @@ def test_no_bit_depends_on_what_others_keep(
     target: Target, layout: str, route: str, dtype: torch.dtype
 ) -> None:
     """Once for each request, everything that is not its own holds NaN."""
+    some = (dtype == torch.float32) == (layout == "packed")
+    if route == "tiles" and not target.scale(some, True):
+        pytest.skip("takes long interpreted: float32 is for packed keys, bfloat16 for the others")
     lengths = ROUTES[route]
     sequences = random_sequences(lengths, dtype=dtype, device=target.device)
     inputs = lay_out(sequences, layout=layout, extra_blocks=2, padding_rows=1)
