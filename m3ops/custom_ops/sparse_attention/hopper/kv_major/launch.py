@@ -43,7 +43,7 @@ MIN_ROWS = 2048
 """Fewer tokens leave the lists too short."""
 
 MIN_SPREAD = 8
-"""Where a sequence has no more than so many times K blocks, unions are short whatever they hold."""
+"""Contexts of no more than so many times K blocks stay with the unions, which hold few of them."""
 
 MAX_TOPK = 32
 """Slots that one program joins."""
