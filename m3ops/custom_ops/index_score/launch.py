@@ -125,9 +125,9 @@ def _launch(
     columns = scores.shape[2]
     if batch.block_table is not None:
         columns = min(columns, batch.block_table.shape[1])
-    hopper = None if decode else _hopper(index_q, index_k, batch)
-    if hopper is not None:
-        hopper.launch_hopper_score(index_q, index_k, batch, scores, visible, begin, end, columns)
+    launch_hopper = _hopper(index_q, index_k, batch, decode)
+    if launch_hopper is not None:
+        launch_hopper(index_q, index_k, batch, scores, visible, begin, end, columns)
         return
     _, heads, dim = index_q.shape
     block_d = next_power_of_2(dim)
@@ -179,13 +179,17 @@ def _launch(
     )
 
 
-def _hopper(index_q: Tensor, index_k: Tensor, batch: Batch) -> Any:
+def _hopper(index_q: Tensor, index_k: Tensor, batch: Batch, decode: bool) -> Any:
     """The launcher of the kernel for Hopper, where it takes these inputs."""
     if not supports_hopper(index_q.device):
         return None
-    from .hopper import launch as hopper
+    if decode:
+        from .hopper.decode.launch import launch_hopper_decode_score, supports_decode
 
-    return hopper if hopper.supports(index_q, index_k, batch) else None
+        return launch_hopper_decode_score if supports_decode(index_q, index_k, batch) else None
+    from .hopper.launch import launch_hopper_score, supports
+
+    return launch_hopper_score if supports(index_q, index_k, batch) else None
 
 
 def _descriptor(
