@@ -19,7 +19,6 @@ from ..kernels import (
     _add,
     _barrier,
     _load_async,
-    _log2,
     _next_slot,
     _sequence_rows,
     _store_visible,
@@ -76,12 +75,10 @@ def _find_share(
     """How many blocks this program scores, and the first: sequence, tile in it, block, and how many
     of that tile's blocks are in the share.
     """
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LANES: gl.constexpr = gl.BlockedLayout([BLOCK_B // 32], [32], [1], [0])
     num_seqs = batch[2]
     lanes = gl.arange(0, BLOCK_B, LANES)
-    all_blocks, tile_blocks = _sequence_blocks(
-        lanes, batch, num_columns, TILE_T, BLOCK_SIZE, EARLY
-    )
+    all_blocks, tile_blocks = _sequence_blocks(lanes, batch, num_columns, TILE_T, BLOCK_SIZE, EARLY)
     some = gl.sum(all_blocks, 0)
     total = some
     for first_b in range(BLOCK_B, num_seqs, BLOCK_B):
@@ -115,7 +112,7 @@ def _find_share(
 
 @gluon.jit
 def _load_pages(keys, b, block, num_blocks, EARLY: gl.constexpr):
-    """Pages of at most `_PAGES` of `num_blocks` blocks from `block` on, over the lanes of a warp."""
+    """Pages of `num_blocks` blocks from `block` on, of at most `_PAGES`, over a warp's lanes."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     _, block_table_ptr, stride_table_b, num_pages, _, _, _, _ = keys
     i = gl.arange(0, _PAGES, LANES)
@@ -204,8 +201,9 @@ def _copy_blocks(
 ):
     """This program's blocks, each tile's queries with the first of its blocks, and an end mark.
 
-    Where its predecessor may not have ended, it guesses its share from what the lengths and pages
-    are then. Nothing but what is prefetched, and what need not be asked for again, depends on that.
+    Before its predecessor has ended, it guesses its share from what lengths and pages are then, and
+    has L2 fetch the first blocks of it. All is read again afterwards, past L1: the guess only says
+    which addresses to ask for first.
     """
     rings, ready, q_desc, keys, batch, num_columns = copied
     k_ring, q_ring, info, k_full, k_empty, q_empty = rings
@@ -225,34 +223,43 @@ def _copy_blocks(
     _load_async(k_desc, [0, -BLOCK_SIZE, 0], ready, k_ring.index(STAGES - 1))
     _load_async(q_desc, [-TILE_T, 0, 0], ready, q_ring.index(1))
     pages = gl.zeros([_PAGES], gl.int32, LANES)
-    if PREFETCH > 0:
-        _, guess_b, _, guess, guess_num = _find_share(
-            batch, num_columns, TILE_T, BLOCK_SIZE, BLOCK_B, True
-        )
-        if PAGED:
-            pages = _load_pages(keys, guess_b, guess, guess_num, True)
-        _prefetch_blocks(
-            keys, guess_b, guess, guess_num, pages, _load_first_key(keys, guess_b, num_seqs, True),
-            PAGED, PACKED, BLOCK_SIZE, DIM, PREFETCH,
-        )  # fmt: skip
-    if PDL:
-        gdc_wait()
-        if not LATE_TRIGGER:
-            gdc_launch_dependents()
-    if PREFETCH > 0:
+    remaining = 0
+    b = 0
+    tile = 0
+    block = 0
+    num = 0
+    first = 0
+    limit = 0
+    shift = 0
+    first_key = 0
+    # The same code twice, whose second run finds its instructions where the first has had them
+    # brought.
+    for attempt in range(0 if PREFETCH > 0 else 1, 2):
+        if PDL:
+            if attempt == 1:
+                gdc_wait()
+                if not LATE_TRIGGER:
+                    gdc_launch_dependents()
         # On their way while the lengths are.
         if PAGED:
-            pages = _load_pages(keys, guess_b, guess, guess_num, False)
-    remaining, b, tile, block, num = _find_share(
-        batch, num_columns, TILE_T, BLOCK_SIZE, BLOCK_B, False
-    )
-    if PAGED:
-        if PREFETCH > 0:
-            if (guess_b != b) | (guess != block) | (guess_num != num):
-                pages = _load_pages(keys, b, block, num, False)
-        else:
-            pages = _load_pages(keys, b, block, num, False)
-    first, limit, shift = _sequence_rows(b, batch)
+            pages = _load_pages(keys, b, block, num, True)
+        first, limit, shift = _sequence_rows(b, batch, True)
+        first_key = _load_first_key(keys, b, num_seqs, True)
+        remaining, share_b, tile, share_block, share_num = _find_share(
+            batch, num_columns, TILE_T, BLOCK_SIZE, BLOCK_B, True
+        )
+        if (share_b != b) | (share_block != block) | (share_num != num):
+            b = share_b
+            block = share_block
+            num = share_num
+            if PAGED:
+                pages = _load_pages(keys, b, block, num, True)
+            first, limit, shift = _sequence_rows(b, batch, True)
+            first_key = _load_first_key(keys, b, num_seqs, True)
+        if attempt == 0:
+            _prefetch_blocks(
+                keys, b, block, num, pages, first_key, PAGED, PACKED, BLOCK_SIZE, DIM, PREFETCH
+            )
     mbarrier.wait(ready, 0)
     slot = 0
     phase = 0
@@ -267,7 +274,6 @@ def _copy_blocks(
             outer = b
             if PACKED:
                 outer = gl.to_tensor(0)
-            first_key = _load_first_key(keys, b, num_seqs, False)
             mbarrier.wait(q_empty.index(q_slot), q_phase ^ 1)
             for n in range(0, num):
                 if PAGED:
@@ -303,6 +309,7 @@ def _copy_blocks(
             tile = 0 * tile
             b += 1
             first, limit, shift = _sequence_rows(b, batch)
+            first_key = _load_first_key(keys, b, num_seqs, False)
         if PAGED:
             next_num = _tile_blocks(first, limit, shift, num_columns, BLOCK_SIZE)
             pages = _load_pages(keys, b, 0 * block, gl.minimum(next_num, remaining), False)
