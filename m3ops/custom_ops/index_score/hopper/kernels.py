@@ -35,7 +35,7 @@ def _add(a, b):
 def _sequence_rows(b, batch, EARLY: gl.constexpr = False):
     """First row, end row and shift from row to position of the rows of `b` that are scored.
 
-    Padding is sequence `num_seqs`. With `EARLY` nothing stays in L1: a predecessor may yet write it.
+    Padding is sequence `num_seqs`. With `EARLY` nothing stays in L1: it may be written yet.
     """
     cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, max_keys, row_begin, row_end = batch
     CACHE: gl.constexpr = ".cg" if EARLY else ""

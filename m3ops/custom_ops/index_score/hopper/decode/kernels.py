@@ -303,16 +303,17 @@ def _copy_blocks(
                 slot, phase = _next_slot(slot, phase, STAGES)
             q_slot, q_phase = _next_slot(q_slot, q_phase, 2)
             remaining -= num
-        tile += 1
-        block = 0 * block
-        if (blocks == 0) | (first + tile * TILE_T >= limit):
-            tile = 0 * tile
-            b += 1
-            first, limit, shift = _sequence_rows(b, batch)
-            first_key = _load_first_key(keys, b, num_seqs, False)
-        if PAGED:
-            next_num = _tile_blocks(first, limit, shift, num_columns, BLOCK_SIZE)
-            pages = _load_pages(keys, b, 0 * block, gl.minimum(next_num, remaining), False)
+        if remaining > 0:
+            tile += 1
+            block = 0 * block
+            if (blocks == 0) | (first + tile * TILE_T >= limit):
+                tile = 0 * tile
+                b += 1
+                first, limit, shift = _sequence_rows(b, batch)
+                first_key = _load_first_key(keys, b, num_seqs, False)
+            if PAGED:
+                next_num = _tile_blocks(first, limit, shift, num_columns, BLOCK_SIZE)
+                pages = _load_pages(keys, b, block, gl.minimum(next_num, remaining), False)
     if PDL:
         if LATE_TRIGGER:
             gdc_launch_dependents()

@@ -33,17 +33,18 @@ class DecodeConfig:
         programs: of each multiprocessor.
         prefetch: blocks that are asked for before the predecessor has ended.
         late_trigger: whether the successor starts when the last block is asked for, not at once.
-        max_registers: of a thread.
     """
 
     stages: int
     programs: int
     prefetch: int
     late_trigger: bool
-    max_registers: int = 128
 
 
 CONFIG = DecodeConfig(stages=3, programs=2, prefetch=2, late_trigger=True)
+
+MAX_REGISTERS = {8: 80, 16: 80, 32: 96, 64: 128}
+"""Of a thread, by columns: few enough that the successor's programs find room beside this one's."""
 
 
 def supports_decode(index_q: Tensor, index_k: Tensor, batch: Batch) -> bool:
@@ -117,6 +118,6 @@ def launch_hopper_decode_score(
         PREFETCH=config.prefetch if whole else 0,
         LATE_TRIGGER=config.late_trigger,
         num_warps=4,
-        maxnreg=config.max_registers,
+        maxnreg=MAX_REGISTERS[tile_t * heads],
         **arguments,
     )
