@@ -254,6 +254,7 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
 
     plain = launcher.launch  # type: ignore[attr-defined]
     monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(launcher, "MIN_BLOCKS", 0)
     yield launcher
     assert launched
 
@@ -305,7 +306,7 @@ def test_shares_on_hopper_change_no_bit(
     for strides in ("contiguous", "sliced", "transposed", "interleaved"):
         twin = lay_out(sequences, layout=layout, block_size=128, padding_rows=3, strides=strides)
         rows_first = poisoned(*together.shape, dtype=torch.float32, device=device)
-        score(twin, out=rows_first, num_splits=programs)
+        score(twin, out=rows_first)
         assert torch.equal(visible_scores(rows_first, twin), expected)
 
 
@@ -356,6 +357,7 @@ def hopper_decode(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     plain = launcher.launch  # type: ignore[attr-defined]
     monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(launcher, "MIN_BLOCKS", 0)
     yield launcher
     assert launched
 
@@ -400,7 +402,6 @@ def test_decode_rows_on_hopper_match_the_oracle(
         {"stages": 2, "programs": 1},
         {"prefetch": 0},
         {"prefetch": 4, "programs": 3},
-        {"late_trigger": False},
     ],
     ids=str,
 )
@@ -435,7 +436,7 @@ def test_decode_shares_on_hopper_change_no_bit(
         twin = lay_out(sequences, layout=layout, block_size=128, padding_rows=3, strides=strides)
         twin.batch["max_seqlen_q"] = most
         rows_first = poisoned(*together.shape, dtype=torch.float32, device=device)
-        score(twin, out=rows_first, num_splits=programs)
+        score(twin, out=rows_first)
         assert torch.equal(visible_scores(rows_first, twin), expected)
 
 
@@ -486,6 +487,19 @@ def test_wild_pages_of_decode_rows_on_hopper_are_bounded(
         table.fill_(entry)
         scores.append(visible_scores(score(inputs), inputs))
     assert torch.equal(*scores)
+
+
+@pytest.mark.gpu
+def test_few_decode_rows_and_fixed_splits_give_the_same_bits_on_hopper(
+    device: torch.device, hopper_decode: Any
+) -> None:
+    inputs = make_inputs(decode_lengths(4), HOPPER, dtype=torch.bfloat16, device=device)
+    inputs.batch["max_seqlen_q"] = 4
+    streamed = visible_scores(score(inputs), inputs)
+    for num_splits in (1, 3):
+        assert torch.equal(visible_scores(score(inputs, num_splits=num_splits), inputs), streamed)
+    hopper_decode.MIN_BLOCKS = 10**6
+    assert torch.equal(visible_scores(score(inputs), inputs), streamed)
 
 
 @pytest.mark.gpu

@@ -196,7 +196,6 @@ def _copy_blocks(
     PACKED: gl.constexpr,
     BLOCK_B: gl.constexpr,
     PREFETCH: gl.constexpr,
-    LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """This program's blocks, each tile's queries with the first of its blocks, and an end mark.
@@ -238,8 +237,7 @@ def _copy_blocks(
         if PDL:
             if attempt == 1:
                 gdc_wait()
-                if not LATE_TRIGGER:
-                    gdc_launch_dependents()
+                gdc_launch_dependents()
         # On their way while the lengths are.
         if PAGED:
             pages = _load_pages(keys, b, block, num, True)
@@ -314,9 +312,6 @@ def _copy_blocks(
             if PAGED:
                 next_num = _tile_blocks(first, limit, shift, num_columns, BLOCK_SIZE)
                 pages = _load_pages(keys, b, block, gl.minimum(next_num, remaining), False)
-    if PDL:
-        if LATE_TRIGGER:
-            gdc_launch_dependents()
     mbarrier.wait(k_empty.index(slot), phase ^ 1)
     _write(info, slot, _BLOCK, -1)
     _barrier()
@@ -419,7 +414,6 @@ def _index_score_decode_kernel(
     BLOCK_B: gl.constexpr,
     STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
-    LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """An equal share of all blocks of all tiles per program, `STAGES` blocks in flight.
@@ -456,10 +450,7 @@ def _index_score_decode_kernel(
     gl.warp_specialize(
         [
             (_score_blocks, ((rings, outputs, batch), HEADS, PDL)),
-            (
-                _copy_blocks,
-                (copied, TILE_T, PAGED, PACKED, BLOCK_B, PREFETCH, LATE_TRIGGER, PDL),
-            ),
+            (_copy_blocks, (copied, TILE_T, PAGED, PACKED, BLOCK_B, PREFETCH, PDL)),
         ],
         worker_num_warps=[1],
         worker_num_regs=[88],

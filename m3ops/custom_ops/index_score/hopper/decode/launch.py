@@ -20,6 +20,9 @@ from .kernels import _index_score_decode_kernel
 MIN_COLUMNS, MAX_COLUMNS = 8, 64
 """(token, head) pairs of a tile, the short side of its products."""
 
+MIN_BLOCKS = 4
+"""Blocks for each multiprocessor that it takes: with fewer, the kernel for every GPU is faster."""
+
 BLOCK_B = 128
 """Sequences that one step of the search for a program's share looks at."""
 
@@ -32,25 +35,30 @@ class DecodeConfig:
         stages: blocks of keys in flight.
         programs: of each multiprocessor.
         prefetch: blocks that are asked for before the predecessor has ended.
-        late_trigger: whether the successor starts when the last block is asked for, not at once.
     """
 
     stages: int
     programs: int
     prefetch: int
-    late_trigger: bool
 
 
-CONFIG = DecodeConfig(stages=3, programs=2, prefetch=2, late_trigger=True)
+CONFIG = DecodeConfig(stages=3, programs=2, prefetch=2)
 
 MAX_REGISTERS = {8: 80, 16: 80, 32: 96, 64: 128}
 """Of a thread, by columns: few enough that the successor's programs find room beside this one's."""
 
 
-def supports_decode(index_q: Tensor, index_k: Tensor, batch: Batch) -> bool:
-    """Whether the kernel takes these inputs."""
+def supports_decode(
+    index_q: Tensor, index_k: Tensor, batch: Batch, rows: int, columns: int
+) -> bool:
+    """Whether the kernel takes these inputs, and `rows` rows of `columns` blocks are worth it."""
     heads = index_q.shape[1]
-    return heads <= MAX_COLUMNS and heads & (heads - 1) == 0 and takes(index_q, index_k, batch)
+    return (
+        heads <= MAX_COLUMNS
+        and heads & (heads - 1) == 0
+        and takes(index_q, index_k, batch)
+        and min(rows, batch.num_seqs) * columns >= MIN_BLOCKS * num_multiprocessors(index_q.device)
+    )
 
 
 def tile_tokens(heads: int, batch: Batch) -> int:
@@ -116,7 +124,6 @@ def launch_hopper_decode_score(
         PACKED=layout == PACKED,
         STAGES=config.stages,
         PREFETCH=config.prefetch if whole else 0,
-        LATE_TRIGGER=config.late_trigger,
         num_warps=4,
         maxnreg=MAX_REGISTERS[tile_t * heads],
         **arguments,
