@@ -53,6 +53,7 @@ KERNELS = {
     "_store_kv_kernel",
 }
 GLUON_KERNELS = {
+    "_index_score_decode_kernel",
     "_index_score_hopper_kernel",
     "_sparse_attention_hopper_kernel",
     "_sparse_attention_kv_major_kernel",

@@ -254,6 +254,7 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
 
     plain = launcher.launch  # type: ignore[attr-defined]
     monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(launcher, "MIN_BLOCKS", 0)
     yield launcher
     assert launched
 
@@ -305,7 +306,7 @@ def test_shares_on_hopper_change_no_bit(
     for strides in ("contiguous", "sliced", "transposed", "interleaved"):
         twin = lay_out(sequences, layout=layout, block_size=128, padding_rows=3, strides=strides)
         rows_first = poisoned(*together.shape, dtype=torch.float32, device=device)
-        score(twin, out=rows_first, num_splits=programs)
+        score(twin, out=rows_first)
         assert torch.equal(visible_scores(rows_first, twin), expected)
 
 
@@ -334,3 +335,211 @@ def test_wild_pages_on_hopper_are_bounded(device: torch.device, wild: int, page:
         table.fill_(entry)
         scores.append(visible_scores(score(inputs), inputs))
     assert torch.equal(*scores)
+
+
+# Decode sequences around the edges of blocks, as keys and rows: without keys or rows, with rows
+# before the first key, and drafts of several lengths.
+DECODE = ((129, 1), (0, 0), (1, 1), (1000, 4), (128, 1), (0, 1), (2, 4), (2500, 3), (300, 2))
+
+
+@pytest.fixture
+def hopper_decode(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The launcher for Hopper's decode rows, which must have launched when the test ends."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs compute capability 9.x")
+    from m3ops.custom_ops.index_score.hopper.decode import launch as launcher
+
+    launched = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
+        launched.append(grid)
+        plain(kernel, grid, device, **arguments)
+
+    plain = launcher.launch  # type: ignore[attr-defined]
+    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(launcher, "MIN_BLOCKS", 0)
+    yield launcher
+    assert launched
+
+
+def decode_lengths(most: int, copies: int = 1) -> list[tuple[int, int]]:
+    """`DECODE` with at most `most` rows a sequence, or more where that is more than 4."""
+    return [(keys, min(new * max(1, most // 4), most)) for keys, new in DECODE] * copies
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("most", [1, 2, 4, 16])
+@pytest.mark.parametrize("heads", [1, 4, 8, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("hopper_decode")
+def test_decode_rows_on_hopper_match_the_oracle(
+    device: torch.device, layout: str, heads: int, most: int, dtype: torch.dtype
+) -> None:
+    inputs = make_inputs(
+        decode_lengths(most),
+        replace(HOPPER, heads_q=heads, heads_kv=heads),
+        layout=layout,
+        dtype=dtype,
+        device=device,
+        padding_rows=5,
+    )
+    inputs.batch["max_seqlen_q"] = most
+    assert_scores(score(inputs), inputs)
+    rows, columns = inputs.total_q, score(inputs).shape[2]
+    guarded = poisoned(rows + 2, heads, columns + 3, dtype=torch.float32, device=device)
+    inside = guarded[1:-1, :, :columns]
+    score(inputs, out=inside)
+    assert_scores(inside, inputs)
+    inside.fill_(math.nan)
+    assert guarded.isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages": 2, "programs": 1},
+        {"prefetch": 0},
+        {"prefetch": 4, "programs": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("programs", [1, 3, 131])
+@pytest.mark.parametrize("most", [1, 4, 16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decode_shares_on_hopper_change_no_bit(
+    device: torch.device,
+    hopper_decode: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    most: int,
+    programs: int,
+    changes: dict[str, int],
+) -> None:
+    lengths = decode_lengths(most)
+    sequences = random_sequences(lengths, HOPPER, device=device, dtype=torch.bfloat16)
+    inputs = lay_out(sequences, layout=layout, block_size=128, padding_rows=3)
+    inputs.batch["max_seqlen_q"] = most
+    together = score(inputs)
+    expected = visible_scores(together, inputs)
+    for b, (_, new) in enumerate(lengths):
+        if new > 0:
+            alone = inputs.solo(b)
+            assert torch.equal(
+                visible_scores(score(alone), alone),
+                visible_scores(together[inputs.span(b)], alone),
+            )
+    monkeypatch.setattr(hopper_decode, "num_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(hopper_decode, "CONFIG", replace(hopper_decode.CONFIG, **changes))
+    for strides in ("contiguous", "sliced", "transposed", "interleaved"):
+        twin = lay_out(sequences, layout=layout, block_size=128, padding_rows=3, strides=strides)
+        twin.batch["max_seqlen_q"] = most
+        rows_first = poisoned(*together.shape, dtype=torch.float32, device=device)
+        score(twin, out=rows_first)
+        assert torch.equal(visible_scores(rows_first, twin), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("hopper_decode")
+def test_decode_rows_of_many_sequences_on_hopper(device: torch.device, layout: str) -> None:
+    """More sequences than one step of the search for a share looks at, and chunks of their rows."""
+    inputs = make_inputs(
+        decode_lengths(4, copies=40),
+        HOPPER,
+        layout=layout,
+        dtype=torch.bfloat16,
+        device=device,
+        padding_rows=300,
+    )
+    inputs.batch["max_seqlen_q"] = 4
+    assert_scores(score(inputs), inputs)
+    ids = select(inputs, topk=4)
+    assert_block_ids(ids, inputs, topk=4)
+    row_bytes = score(inputs)[0].numel() * 4
+    for rows in (1, 100, 257):
+        assert torch.equal(select(inputs, topk=4, max_scratch_bytes=rows * row_bytes), ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_decode")
+def test_named_decode_rows_on_hopper_beside_a_chunk(device: torch.device) -> None:
+    lengths = [*decode_lengths(4), (700, 300)]
+    inputs = make_inputs(lengths, HOPPER, dtype=torch.bfloat16, device=device, padding_rows=3)
+    expected = score(inputs)
+    inputs.batch["num_decode_seqs"] = len(DECODE)
+    inputs.batch["num_decode_tokens"] = sum(new for _, new in DECODE)
+    assert_scores(score(inputs), inputs)
+    assert_scores(expected, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("wild", "page"), [(2**31 - 1, -1), (-(2**31), 0)])
+@pytest.mark.usefixtures("hopper_decode")
+def test_wild_pages_of_decode_rows_on_hopper_are_bounded(
+    device: torch.device, wild: int, page: int
+) -> None:
+    inputs = make_inputs([(700, 1)], HOPPER, dtype=torch.bfloat16, device=device, poison=0.0)
+    table = inputs.batch["block_table"]
+    scores = []
+    for entry in (wild, page % len(inputs.index_k)):
+        table.fill_(entry)
+        scores.append(visible_scores(score(inputs), inputs))
+    assert torch.equal(*scores)
+
+
+@pytest.mark.gpu
+def test_few_decode_rows_and_fixed_splits_give_the_same_bits_on_hopper(
+    device: torch.device, hopper_decode: Any
+) -> None:
+    inputs = make_inputs(decode_lengths(4), HOPPER, dtype=torch.bfloat16, device=device)
+    inputs.batch["max_seqlen_q"] = 4
+    streamed = visible_scores(score(inputs), inputs)
+    for num_splits in (1, 3):
+        assert torch.equal(visible_scores(score(inputs, num_splits=num_splits), inputs), streamed)
+    hopper_decode.MIN_BLOCKS = 10**6
+    assert torch.equal(visible_scores(score(inputs), inputs), streamed)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_decode")
+def test_decode_scores_on_hopper_wait_for_what_they_guess(device: torch.device) -> None:
+    """Lengths, pages and keys change right before each call, whose first reads are a guess."""
+    steps = 30
+    inputs = make_inputs([(5000, 1)] * 3, HOPPER, dtype=torch.bfloat16, device=device, poison=0.0)
+    batch = inputs.batch
+    generator = torch.Generator().manual_seed(0)
+    tables = [batch["block_table"].clone() for _ in range(steps)]
+    lengths = torch.randint(1, 5001, (steps, 3), generator=generator).int().to(device)
+    for table in tables:
+        table.copy_(table[:, torch.randperm(table.shape[1], generator=generator).to(device)])
+    new = torch.randn(steps, 3, 128, device=device).mul(100).bfloat16()
+    wide = torch.zeros(3, 1, 128, device=device, dtype=torch.bfloat16)
+    plain = torch.empty_like(wide)
+    cache = torch.zeros(len(inputs.index_k), 1, 128, 128, device=device, dtype=torch.bfloat16)
+    slots = []
+    for step in range(steps):
+        last = lengths[step].long() - 1
+        pages = tables[step].gather(1, (last // 128)[:, None])[:, 0].long()
+        slots.append(pages * 128 + last % 128)
+    first_keys = inputs.index_k.clone()
+
+    def run(wait: bool) -> list[torch.Tensor]:
+        inputs.index_k.copy_(first_keys)
+        results = []
+        for step in range(steps):
+            batch["seqused_k"].copy_(lengths[step])
+            batch["block_table"].copy_(tables[step])
+            m3ops.store_kv(
+                wide, plain, new[step], slots[step], cache, cache.clone(), inputs.index_k
+            )
+            if wait:
+                torch.cuda.synchronize()
+            results.append(score(inputs))
+        return results
+
+    for step, (chained, alone) in enumerate(zip(run(False), run(True), strict=True)):
+        seen = torch.arange(alone.shape[2], device=device) < (lengths[step, :, None] + 127) // 128
+        seen = seen[:, None].expand(alone.shape)
+        assert torch.equal(chained[seen], alone[seen])

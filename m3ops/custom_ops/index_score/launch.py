@@ -125,9 +125,15 @@ def _launch(
     columns = scores.shape[2]
     if batch.block_table is not None:
         columns = min(columns, batch.block_table.shape[1])
-    hopper = None if decode else _hopper(index_q, index_k, batch)
-    if hopper is not None:
-        hopper.launch_hopper_score(index_q, index_k, batch, scores, visible, begin, end, columns)
+    if decode:
+        launch_hopper = None
+        # A fixed number of splits asks for bits, and so for a kernel, whatever the batch.
+        if num_splits == 0:
+            launch_hopper = _hopper_decode(index_q, index_k, batch, end - begin, columns)
+    else:
+        launch_hopper = _hopper(index_q, index_k, batch)
+    if launch_hopper is not None:
+        launch_hopper(index_q, index_k, batch, scores, visible, begin, end, columns)
         return
     _, heads, dim = index_q.shape
     block_d = next_power_of_2(dim)
@@ -183,9 +189,20 @@ def _hopper(index_q: Tensor, index_k: Tensor, batch: Batch) -> Any:
     """The launcher of the kernel for Hopper, where it takes these inputs."""
     if not supports_hopper(index_q.device):
         return None
-    from .hopper import launch as hopper
+    from .hopper.launch import launch_hopper_score, supports
 
-    return hopper if hopper.supports(index_q, index_k, batch) else None
+    return launch_hopper_score if supports(index_q, index_k, batch) else None
+
+
+def _hopper_decode(index_q: Tensor, index_k: Tensor, batch: Batch, rows: int, columns: int) -> Any:
+    """The launcher of the kernel for decode rows on Hopper, where it is the faster one."""
+    if not supports_hopper(index_q.device):
+        return None
+    from .hopper.decode.launch import launch_hopper_decode_score, supports_decode
+
+    if supports_decode(index_q, index_k, batch, rows, columns):
+        return launch_hopper_decode_score
+    return None
 
 
 def _descriptor(

@@ -32,15 +32,17 @@ def _add(a, b):
 
 
 @gluon.jit
-def _sequence_rows(b, batch):
+def _sequence_rows(b, batch, EARLY: gl.constexpr = False):
     """First row, end row and shift from row to position of the rows of `b` that are scored.
 
-    Padding is sequence `num_seqs`.
+    Padding is sequence `num_seqs`. With `EARLY` nothing stays in L1: it may be written yet.
     """
     cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, max_keys, row_begin, row_end = batch
-    start = gl.load(cu_seqlens_q_ptr + b, mask=b <= num_seqs, other=_LARGEST)
-    end = gl.load(cu_seqlens_q_ptr + b + 1, mask=b < num_seqs, other=_LARGEST)
-    seqused = gl.load(seqused_k_ptr + b, mask=b < num_seqs, other=0)
+    CACHE: gl.constexpr = ".cg" if EARLY else ""
+    starts = cu_seqlens_q_ptr + b
+    start = gl.load(starts, mask=b <= num_seqs, other=_LARGEST, cache_modifier=CACHE)
+    end = gl.load(starts + 1, mask=b < num_seqs, other=_LARGEST, cache_modifier=CACHE)
+    seqused = gl.load(seqused_k_ptr + b, mask=b < num_seqs, other=0, cache_modifier=CACHE)
     first = gl.minimum(gl.maximum(start, row_begin), row_end)
     limit = gl.minimum(gl.maximum(end, row_begin), row_end)
     # Whatever the metadata hold, no row stands past the last key that the storage has room for.

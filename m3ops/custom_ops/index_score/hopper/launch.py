@@ -31,12 +31,19 @@ def supports(index_q: Tensor, index_k: Tensor, batch: Batch) -> bool:
     """Whether the kernel takes these inputs."""
     heads = index_q.shape[1]
     return (
+        ROWS // BLOCK_SIZE <= heads <= ROWS // PIECES
+        and ROWS % heads == 0
+        and takes(index_q, index_k, batch)
+    )
+
+
+def takes(index_q: Tensor, index_k: Tensor, batch: Batch) -> bool:
+    """Whether the copy engine and the matrix units do, however many heads there are."""
+    return (
         supports_hopper(index_q.device)
         and torch.cuda.get_device_capability(index_q.device)[0] == 9
         and index_q.dtype in (torch.bfloat16, torch.float16)
         and (batch.block_size, index_q.shape[2]) == (BLOCK_SIZE, DIM)
-        and ROWS // BLOCK_SIZE <= heads <= ROWS // PIECES
-        and ROWS % heads == 0
         and fetchable(index_q)
         and fetchable(_keys(index_k))
     )

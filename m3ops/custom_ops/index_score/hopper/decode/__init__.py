@@ -1,0 +1,1 @@
+"""Decode scores on Hopper, as fast as the keys can be read."""
