@@ -53,12 +53,12 @@ def exported_bucket(shapes: Any = FIXED) -> torch.export.ExportedProgram:
     return torch.export.export(Bucket(layer, batch), inputs, dynamic_shapes=shapes, strict=False)
 
 
-def calls(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+def calls(program: torch.export.ExportedProgram) -> list[Any]:
     return [node for node in program.graph.nodes if node.op == "call_function"]
 
 
-def kernel_name(node: torch.fx.Node) -> str:
-    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+def kernel_name(node: Any) -> str:
+    kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
     # A launch that sets the number of warps is that of an autotuner with one choice.
     return getattr(kernel, "fn", kernel).__name__
 

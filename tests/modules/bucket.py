@@ -14,11 +14,10 @@ class Bucket(nn.Module):
 
     def __init__(self, layer: MiniMaxM3SparseAttention, batch: BatchMetadata) -> None:
         super().__init__()
-        self.layer, self.constants = layer, (batch.generic_ints, batch.block_size)
+        self.layer = layer
+        self.constants: tuple[Any, ...] = (batch.generic_ints, batch.block_size)
 
-    def forward(
-        self, hidden: Tensor, caches: tuple[Tensor, ...], batch: tuple[Tensor, ...]
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, caches: tuple[Tensor, ...], batch: tuple[Any, ...]) -> Tensor:
         cache = PagedKVCache(self.layer.config, 1, device="meta")
         cache.k_cache, cache.v_cache, cache.index_k_cache = caches
         return self.layer(hidden, BatchMetadata(*batch, *self.constants), cache)
