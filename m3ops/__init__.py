@@ -16,6 +16,7 @@ from .modules import (
     PagedKVCache,
     Workspace,
 )
+from .visible import visible_kernels
 from .warmup import warmup
 
 __version__ = "0.1.0"
@@ -38,5 +39,6 @@ __all__ = [
     "store_kv",
     "topk_select",
     "use_backend",
+    "visible_kernels",
     "warmup",
 ]

@@ -96,7 +96,6 @@ def pretend(arch: str, record: Callable[..., None]) -> None:
     """Let every launcher believe that it runs on `arch`, and record what it would launch."""
     facts = {
         "device_kind": lambda device: arch,
-        "supports_hopper": lambda device: arch in ("sm_90", "sm_100", "sm_120"),
         "max_warps": lambda device: 16 if arch == "gfx942" else 32,
         "num_multiprocessors": lambda device: 128,
         "run": record,

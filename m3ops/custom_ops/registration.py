@@ -12,6 +12,7 @@ from torch.library import Library
 from ..backends import implementation
 from ..batch import BATCH_SCHEMA, Batch
 from ..checks import check_arguments, checking
+from ..visible import may_be_visible, tracing
 
 NAMESPACE = "m3ops"
 _BATCH_LEN = len(Batch._fields)
@@ -77,6 +78,7 @@ def define_op(
         lib=library,
     )
     if out_variant:
+        may_be_visible(name, functional)
         mutated = ", ".join(
             f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs)
         )
@@ -86,7 +88,7 @@ def define_op(
 def run_implementation(name: str, *args: Any) -> None:
     """Compute an op with the active backend, in the dtypes it is given even under autocast."""
     device = args[0].device
-    if checking():
+    if checking() and not tracing():
         check_arguments(name, args)
     compute = implementation(name, device)
     if torch.is_autocast_enabled(device.type):
@@ -103,6 +105,7 @@ def define_mutating_op(
     library.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, fill, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None, lib=library)
+    may_be_visible(name, fill)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     # Autograd must notice when a tensor that it saved is written here.

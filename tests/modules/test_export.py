@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from bucket import FIXED, Bucket, bucket_tensors
 from layer_oracle import SMALL, make_layer
 from torch import Tensor, nn
 
+import m3ops
 from m3ops import BatchMetadata, MiniMaxM3AttentionConfig, PagedKVCache, Workspace
 
 NUM_PAGES = 80
@@ -171,3 +175,104 @@ def test_a_package_runs_every_step_on_a_gpu(tmp_path: Path, device: torch.device
         hidden, batch = program.inputs((query_lens, contexts, columns))
         actual = run(hidden, batch.without_bounds())
         torch.testing.assert_close(actual, program(hidden, batch), rtol=1e-3, atol=1e-3)
+
+
+def test_a_decode_step_is_traced_with_its_kernels() -> None:
+    """In a process of its own, where kernels are compiled; they are only analysed there."""
+    pytest.importorskip("triton")
+    tests = Path(__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(tests / "visible_graph.py"), "sm_90"]
+    result = subprocess.run(
+        command, cwd=tests.parent, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    traced = json.loads(result.stdout.splitlines()[-1])
+    assert traced["exported"] == [
+        "m3ops.store_kv.default",
+        "m3ops.select_blocks.default",
+        "m3ops.sparse_attention.default",
+    ]
+    # What a kernel is not taken to write is not copied. That scoring writes the offsets is a
+    # mistake of the analysis without effect: they stay where they are.
+    assert traced["kernels"] == [
+        ["_store_kv_kernel", ["index_k_cache_ptr", "k_cache_ptr", "v_cache_ptr"]],
+        ["_index_score_kernel", ["cu_seqlens_q_ptr", "scores_ptr", "seqused_k_ptr", "visible_ptr"]],
+        ["_topk_select_rows_kernel", ["ids_ptr"]],
+        ["_sparse_attention_kernel", ["lse_ptr", "out_ptr"]],
+        ["_sparse_attention_merge_kernel", ["lse_ptr", "out_ptr"]],
+    ]
+    assert all(op.startswith(("aten.", "<built-in")) for op in traced["others"])
+    assert "visible_kernels takes fixed sizes, got s" in traced["dynamic"]
+
+
+def test_visible_kernels_refuse_what_they_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="got TRITON_INTERPRET=1"), m3ops.visible_kernels():
+        pass
+    monkeypatch.delenv("TRITON_INTERPRET")
+    program = Program()
+    exported = export(program, program.inputs(STEPS[0]))
+    with m3ops.visible_kernels():
+        # Programs keep their ops, so that they can be saved.
+        assert "m3ops.store_kv" in str(exported.run_decompositions().graph)
+        with pytest.raises(RuntimeError, match="backend 'triton', got 'reference' for m3ops::"):
+            exported.run_decompositions(decompose_custom_triton_ops=True)
+
+    def inside(x: Tensor) -> Tensor:
+        with m3ops.visible_kernels():
+            return x + 1
+
+    with pytest.raises(RuntimeError, match="must surround the compilation"):
+        torch.compile(inside, fullgraph=True, backend="eager")(torch.ones(1))
+
+
+# Neither m3ops nor Triton can be imported here.
+RUN_PACKAGE = """
+import sys
+sys.modules["m3ops"] = sys.modules["triton"] = None
+import torch
+package, data = sys.argv[1:]
+run = torch._inductor.aoti_load_package(package)
+steps = torch.load(data)
+for hidden, caches, batch, expected in steps:
+    out = run(hidden, caches, batch)
+    torch.testing.assert_close((out, *caches), expected, rtol=1e-3, atol=1e-3)
+assert sys.modules["m3ops"] is None
+print(len(steps))
+"""
+
+
+@pytest.mark.gpu
+def test_a_package_with_its_kernels_needs_libtorch_alone(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """Over contexts that change within one bucket."""
+    config = MiniMaxM3AttentionConfig(hidden_size=512)
+    layer = make_layer(config, torch.float32, device)
+    cache = PagedKVCache(config, NUM_PAGES, dtype=torch.float32, device=device)
+    steps = []
+    for contexts in ([2500, 2300, 7, 2049], [0, 1, 127, 128], [2559, 900, 0], [1500] * 4):
+        for buffer in cache.buffers():
+            buffer.normal_()
+        # Of 20 blocks the best 16 are kept.
+        tables = torch.randperm(NUM_PAGES).reshape(4, 20)[: len(contexts)]
+        batch = BatchMetadata.from_lengths(
+            [1] * len(contexts), contexts, tables, num_tokens=4, num_seqs=4, device=device
+        )
+        hidden = torch.randn(4, config.hidden_size, device=device)
+        caches = tuple(buffer.clone() for buffer in cache.buffers())
+        # Copies, since batches mark the sizes of their tensors as open.
+        inputs = (hidden, caches, tuple(tensor.clone() for tensor in bucket_tensors(batch)))
+        out = layer(hidden, batch, cache)
+        steps.append((*inputs, (out, *(buffer.clone() for buffer in cache.buffers()))))
+    exported = torch.export.export(Bucket(layer, batch), inputs, dynamic_shapes=FIXED, strict=False)
+    with m3ops.visible_kernels():
+        path = torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(tmp_path / "layer.pt2")
+        )
+    torch.save(steps, tmp_path / "steps.pt")
+    command = [sys.executable, "-c", RUN_PACKAGE, path, "steps.pt"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.split()[-1] == str(len(steps))

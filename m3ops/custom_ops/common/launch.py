@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from ...batch import PACKED, PAGED, Batch, storage_tokens
+from ...visible import tracing
 
 _LARGEST = 2**31 - 1
 
@@ -114,8 +115,12 @@ def device_kind(device: torch.device) -> str:
 
 
 def supports_hopper(device: torch.device) -> bool:
-    """Tiles fetched by the copy engine, and launches that overlap their predecessor."""
-    return device_kind(device) in ("sm_90", "sm_100", "sm_120")
+    """Tiles fetched by the copy engine, and launches that overlap their predecessor.
+
+    A launch that becomes a node of a graph has neither: Inductor takes no descriptors from traced
+    Python code, no attributes of a launch, and no Gluon.
+    """
+    return not tracing() and device_kind(device) in ("sm_90", "sm_100", "sm_120")
 
 
 def max_warps(device: torch.device) -> int:
@@ -135,11 +140,19 @@ def num_tiles(rows: int, tile_t: int, batch: Batch) -> int:
     return rows // tile_t + batch.num_seqs + 1
 
 
+def aligned(tensor: Tensor) -> bool:
+    """Whether `tensor` starts at a multiple of 16 bytes."""
+    if tracing():
+        # There is no memory yet, and what will be allocated is aligned.
+        return tensor.storage_offset() * tensor.element_size() % 16 == 0
+    return tensor.data_ptr() % 16 == 0
+
+
 def fetchable(tensor: Tensor) -> bool:
     """Whether the copy engine can fetch tiles of `tensor`: aligned rows, and not empty."""
     return (
         tensor.numel() > 0
-        and tensor.data_ptr() % 16 == 0
+        and aligned(tensor)
         and all(
             stride > 0 and stride * tensor.element_size() % 16 == 0
             for stride in tensor.stride()[:-1]
@@ -161,6 +174,9 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments
 def run(
     kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any]
 ) -> None:
+    if tracing():
+        torch.library.wrap_triton(kernel)[grid](**arguments)
+        return
     if device.type == "cpu":
         kernel[grid](**arguments)
         return

@@ -8,7 +8,13 @@ import torch
 import triton
 from torch import Tensor
 
-from ..common.launch import launch, max_warps, next_power_of_2, num_multiprocessors
+from ..common.launch import (
+    aligned,
+    launch,
+    max_warps,
+    next_power_of_2,
+    num_multiprocessors,
+)
 from .kernels import (
     _topk_select_columns_kernel,
     _topk_select_rows_kernel,
@@ -90,7 +96,7 @@ def _rows_aligned(scores: Tensor) -> bool:
         scores.stride(2) == 1
         and scores.stride(0) % 4 == 0
         and scores.stride(1) % 4 == 0
-        and scores.data_ptr() % 16 == 0
+        and aligned(scores)
     )
 
 
