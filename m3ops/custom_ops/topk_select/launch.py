@@ -13,6 +13,7 @@ from .kernels import (
     _topk_select_columns_kernel,
     _topk_select_rows_kernel,
     _topk_select_wide_kernel,
+    list_depth,
 )
 
 MAX_REGISTER_COLUMNS = 8192
@@ -21,8 +22,11 @@ MAX_REGISTER_COLUMNS = 8192
 MAX_SORTED = 16
 """Most ids of a row that a thread keeps sorted in registers: networks for more compile for long."""
 
-BLOCK_R = 32
-"""Rows of a program that gives each a thread."""
+BLOCK_R = 16
+"""Rows of a program that gives each a thread for every share of its columns."""
+
+WARPS_PER_MULTIPROCESSOR = 24
+"""Warps that a multiprocessor runs at once, by the registers of their threads."""
 
 NARROW_COLUMNS = 1024
 """Rows that see no more blocks than this are searched as narrow ones, however wide the buffer."""
@@ -58,9 +62,15 @@ def launch_topk_select(
         "BLOCK_K": next_power_of_2(topk),
     }
     if topk <= MAX_SORTED and many_rows(rows, heads, scores.device):
-        grid: tuple[int, ...] = (triton.cdiv(rows * heads, BLOCK_R),)
-        kernel, arguments["BLOCK_R"] = _topk_select_columns_kernel, BLOCK_R
-        arguments["SHARES"] = arguments["num_warps"] = _shares(grid[0], scores.device)
+        kernel, shares = _topk_select_columns_kernel, _shares(columns)
+        warps = max(1, BLOCK_R * shares // 32)
+        # As many programs as run at once: each takes rows until none are left, with its own lists.
+        resident = num_multiprocessors(scores.device) * WARPS_PER_MULTIPROCESSOR // warps
+        grid: tuple[int, ...] = (min(triton.cdiv(rows * heads, BLOCK_R), resident),)
+        arguments["BLOCK_R"], arguments["SHARES"] = BLOCK_R, shares
+        arguments["num_warps"] = warps
+        lists = (*grid, shares, list_depth(arguments["BLOCK_K"]), BLOCK_R)
+        arguments["lists_ptr"] = scores.new_empty(lists, dtype=torch.int64)
     elif columns > MAX_REGISTER_COLUMNS:
         grid = (rows * heads,)
         kernel, arguments["BLOCK_J"] = _topk_select_wide_kernel, 8192
@@ -80,9 +90,9 @@ def many_rows(rows: int, heads: int, device: torch.device) -> bool:
     return rows * heads >= 64 * num_multiprocessors(device)
 
 
-def _shares(programs: int, device: torch.device) -> int:
-    """Shares of a row's columns, each another warp: few where there are warps enough without."""
-    return 2 if programs >= 16 * num_multiprocessors(device) else 4
+def _shares(columns: int) -> int:
+    """Shares of a row's columns: few cost least, but their rows must stay in L2 for two passes."""
+    return 2 if columns <= 256 else 4 if columns <= 512 else 8
 
 
 def _rows_aligned(scores: Tensor) -> bool:
