@@ -226,32 +226,37 @@ def _list_candidates(
     """List scores and columns of what reaches the bound, each share on its own, ascending."""
     # A list begins with its length.
     list_ptrs += (tl.arange(0, SHARES) * (list_depth(BLOCK_K) * BLOCK_R))[None, :]
-    count = tl.zeros_like(size)
+    first = list_ptrs + BLOCK_R + tl.zeros_like(size)
     full = tl.maximum(least, 0) // BLOCK_K * BLOCK_K
-    ptrs = s_ptrs
+    ptrs, next = s_ptrs, first
     for step in range(0, full, BLOCK_K):
         scores = _load_columns(ptrs, stride_s_j, None, None, BLOCK_K)
-        count = _append(list_ptrs, count, scores, begin + step, bound, BLOCK_R)
+        next = _append(next, first, scores, begin + step, bound, BLOCK_R)
         ptrs += BLOCK_K * stride_s_j
     ptrs = s_ptrs + full * stride_s_j
     for step in range(full, share, BLOCK_K):
         scores = _load_columns(ptrs, stride_s_j, size - step, float("nan"), BLOCK_K)
-        count = _append(list_ptrs, count, scores, begin + step, bound, BLOCK_R)
+        next = _append(next, first, scores, begin + step, bound, BLOCK_R)
         ptrs += BLOCK_K * stride_s_j
-    tl.store(list_ptrs, count.to(tl.int64))
+    tl.store(list_ptrs, _length(next, first, BLOCK_R))
 
 
 @triton.jit
-def _append(list_ptrs, count, scores, first, bound, BLOCK_R: tl.constexpr):
+def _length(next, first, BLOCK_R: tl.constexpr):
+    return (next.to(tl.int64) - first.to(tl.int64)) // (8 * BLOCK_R)
+
+
+@triton.jit
+def _append(next, first, scores, column, bound, BLOCK_R: tl.constexpr):
+    """Append the scores from `column` on that reach the bound to the lists that end at `next`."""
     # NaN is reached by nothing: once there are too many the rest does not matter.
-    bound = tl.where(count <= _CANDIDATES, bound, float("nan"))
+    bound = tl.where(_length(next, first, BLOCK_R) <= _CANDIDATES, bound, float("nan"))
     for u in tl.static_range(len(scores)):
         reaches = scores[u] >= bound
-        column = (first + u).to(tl.uint32).to(tl.int64)
-        entry = (scores[u].to(tl.int32, bitcast=True).to(tl.int64) << 32) | column
-        count += reaches.to(tl.int32)
-        tl.store(list_ptrs + count * BLOCK_R, entry, reaches)
-    return count
+        low = (column + u).to(tl.uint32).to(tl.int64)
+        tl.store(next, (scores[u].to(tl.int32, bitcast=True).to(tl.int64) << 32) | low, reaches)
+        next += tl.where(reaches, BLOCK_R, 0)
+    return next
 
 
 @triton.jit
