@@ -233,6 +233,8 @@ def selections() -> Iterator[tuple[str, Callable[[], None]]]:
         (4, 65536, 16),
         (4, 512, 100),
         (4096, 64, 16),
+        (4096, 512, 16),
+        (4096, 1024, 16),
         (4096, 64, 64),
     ):
         scores = torch.empty(()).expand(rows, 4, columns)

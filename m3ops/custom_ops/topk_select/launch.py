@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..common.launch import launch, max_warps, next_power_of_2, num_multiprocessors
+from ..common.launch import device_kind, launch, max_warps, next_power_of_2, num_multiprocessors
 from .kernels import (
     _topk_select_columns_kernel,
     _topk_select_rows_kernel,
@@ -22,11 +22,8 @@ MAX_REGISTER_COLUMNS = 8192
 MAX_SORTED = 16
 """Most ids of a row that a thread keeps sorted in registers: networks for more compile for long."""
 
-BLOCK_R = 16
-"""Rows of a program that gives each a thread for every share of its columns."""
-
-WARPS_PER_MULTIPROCESSOR = 24
-"""Warps that a multiprocessor runs at once, by the registers of their threads."""
+RESIDENT_WARPS, MAX_REGISTERS = 24, 80
+"""Warps of a thread per row that a multiprocessor runs at once, and what that leaves a thread."""
 
 NARROW_COLUMNS = 1024
 """Rows that see no more blocks than this are searched as narrow ones, however wide the buffer."""
@@ -62,15 +59,17 @@ def launch_topk_select(
         "BLOCK_K": next_power_of_2(topk),
     }
     if topk <= MAX_SORTED and many_rows(rows, heads, scores.device):
-        kernel, shares = _topk_select_columns_kernel, _shares(columns)
-        warps = max(1, BLOCK_R * shares // 32)
-        # As many programs as run at once: each takes rows until none are left, with its own lists.
-        resident = num_multiprocessors(scores.device) * WARPS_PER_MULTIPROCESSOR // warps
-        grid: tuple[int, ...] = (min(triton.cdiv(rows * heads, BLOCK_R), resident),)
-        arguments["BLOCK_R"], arguments["SHARES"] = BLOCK_R, shares
-        arguments["num_warps"] = warps
-        lists = (*grid, shares, list_depth(arguments["BLOCK_K"]), BLOCK_R)
+        block_r, shares = _share(columns)
+        warps = max(1, block_r * shares * max_warps(scores.device) // 1024)
+        # As many programs as run at once, each with its own lists, go through all the rows.
+        resident = num_multiprocessors(scores.device) * RESIDENT_WARPS // warps
+        grid: tuple[int, ...] = (min(triton.cdiv(rows * heads, block_r), resident),)
+        kernel, arguments["num_warps"] = _topk_select_columns_kernel, warps
+        arguments["BLOCK_R"], arguments["SHARES"] = block_r, shares
+        lists = (*grid, shares, list_depth(arguments["BLOCK_K"]), block_r)
         arguments["lists_ptr"] = scores.new_empty(lists, dtype=torch.int64)
+        if device_kind(scores.device) != "gfx942":
+            arguments["maxnreg"] = MAX_REGISTERS
     elif columns > MAX_REGISTER_COLUMNS:
         grid = (rows * heads,)
         kernel, arguments["BLOCK_J"] = _topk_select_wide_kernel, 8192
@@ -90,9 +89,11 @@ def many_rows(rows: int, heads: int, device: torch.device) -> bool:
     return rows * heads >= 64 * num_multiprocessors(device)
 
 
-def _shares(columns: int) -> int:
-    """Shares of a row's columns: few cost least, but their rows must stay in L2 for two passes."""
-    return 2 if columns <= 256 else 4 if columns <= 512 else 8
+def _share(columns: int) -> tuple[int, int]:
+    """Rows of a program, and threads that share the columns of each: the fewer the less work, but
+    what all programs read should stay in L2 for a second pass.
+    """
+    return (16, 2) if columns <= 256 else (32, 4) if columns <= 512 else (32, 8)
 
 
 def _rows_aligned(scores: Tensor) -> bool:
