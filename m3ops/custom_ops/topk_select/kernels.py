@@ -29,7 +29,7 @@ _CANDIDATES = tl.constexpr(32)
 @triton.constexpr_function
 def list_depth(block_k):
     """Entries of a share's list: how many there are, and what a batch may add to a full list."""
-    return 1 + 32 + block_k
+    return 1 + _CANDIDATES.value + block_k
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["visible_ptr"])
@@ -199,7 +199,7 @@ def _bound(
 
 @triton.jit
 def _raise(best, scores):
-    """The larger of NaN and a number is the number."""
+    """The maxima of all groups with these scores. Of NaN and a number the number is the larger."""
     higher = ()
     for g in tl.static_range(len(best)):
         highest = best[g]
@@ -226,37 +226,38 @@ def _list_candidates(
     """List scores and columns of what reaches the bound, each share on its own, ascending."""
     # A list begins with its length.
     list_ptrs += (tl.arange(0, SHARES) * (list_depth(BLOCK_K) * BLOCK_R))[None, :]
-    first = list_ptrs + BLOCK_R + tl.zeros_like(size)
+    begins = list_ptrs + BLOCK_R + tl.zeros_like(size)
     full = tl.maximum(least, 0) // BLOCK_K * BLOCK_K
-    ptrs, next = s_ptrs, first
+    ptrs, ends = s_ptrs, begins
     for step in range(0, full, BLOCK_K):
         scores = _load_columns(ptrs, stride_s_j, None, None, BLOCK_K)
-        next = _append(next, first, scores, begin + step, bound, BLOCK_R)
+        ends = _append(ends, begins, scores, begin + step, bound, BLOCK_R)
         ptrs += BLOCK_K * stride_s_j
     ptrs = s_ptrs + full * stride_s_j
     for step in range(full, share, BLOCK_K):
         scores = _load_columns(ptrs, stride_s_j, size - step, float("nan"), BLOCK_K)
-        next = _append(next, first, scores, begin + step, bound, BLOCK_R)
+        ends = _append(ends, begins, scores, begin + step, bound, BLOCK_R)
         ptrs += BLOCK_K * stride_s_j
-    tl.store(list_ptrs, _length(next, first, BLOCK_R))
+    tl.store(list_ptrs, _length(ends, begins, BLOCK_R))
 
 
 @triton.jit
-def _length(next, first, BLOCK_R: tl.constexpr):
-    return (next.to(tl.int64) - first.to(tl.int64)) // (8 * BLOCK_R)
+def _length(ends, begins, BLOCK_R: tl.constexpr):
+    """Entries of the lists."""
+    return (ends.to(tl.int64) - begins.to(tl.int64)) // (8 * BLOCK_R)
 
 
 @triton.jit
-def _append(next, first, scores, column, bound, BLOCK_R: tl.constexpr):
-    """Append the scores from `column` on that reach the bound to the lists that end at `next`."""
-    # NaN is reached by nothing: once there are too many the rest does not matter.
-    bound = tl.where(_length(next, first, BLOCK_R) <= _CANDIDATES, bound, float("nan"))
+def _append(ends, begins, scores, column, bound, BLOCK_R: tl.constexpr):
+    """Append what reaches the bound of the scores from `column` on; the lists' ends after it."""
+    # Nothing reaches NaN: once there are too many the rest does not matter.
+    bound = tl.where(_length(ends, begins, BLOCK_R) <= _CANDIDATES, bound, float("nan"))
     for u in tl.static_range(len(scores)):
         reaches = scores[u] >= bound
         low = (column + u).to(tl.uint32).to(tl.int64)
-        tl.store(next, (scores[u].to(tl.int32, bitcast=True).to(tl.int64) << 32) | low, reaches)
-        next += tl.where(reaches, BLOCK_R, 0)
-    return next
+        tl.store(ends, (scores[u].to(tl.int32, bitcast=True).to(tl.int64) << 32) | low, reaches)
+        ends += tl.where(reaches, BLOCK_R, 0)
+    return ends
 
 
 @triton.jit

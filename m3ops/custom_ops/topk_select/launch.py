@@ -59,7 +59,7 @@ def launch_topk_select(
         "BLOCK_K": next_power_of_2(topk),
     }
     if topk <= MAX_SORTED and many_rows(rows, heads, scores.device):
-        block_r, shares = _share(columns)
+        block_r, shares = _rows_and_shares(columns)
         warps = max(1, block_r * shares * max_warps(scores.device) // 1024)
         # As many programs as run at once, each with its own lists, go through all the rows.
         resident = num_multiprocessors(scores.device) * RESIDENT_WARPS // warps
@@ -89,7 +89,7 @@ def many_rows(rows: int, heads: int, device: torch.device) -> bool:
     return rows * heads >= 64 * num_multiprocessors(device)
 
 
-def _share(columns: int) -> tuple[int, int]:
+def _rows_and_shares(columns: int) -> tuple[int, int]:
     """Rows of a program, and threads that share the columns of each: the fewer the less work, but
     what all programs read should stay in L2 for a second pass.
     """
