@@ -93,7 +93,7 @@ def _rows_and_shares(columns: int) -> tuple[int, int]:
     """Rows of a program, and threads that share the columns of each: the fewer the less work, but
     what all programs read should stay in L2 for a second pass.
     """
-    return (16, 2) if columns <= 256 else (32, 4) if columns <= 512 else (32, 8)
+    return (16, 2) if columns <= 64 else (32, 4)
 
 
 def _rows_aligned(scores: Tensor) -> bool:
