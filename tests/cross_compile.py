@@ -226,20 +226,21 @@ def launches(geometry: Geometry, dtype: torch.dtype) -> Iterator[tuple[str, Call
 
 def selections() -> Iterator[tuple[str, Callable[[], None]]]:
     """The launcher of `topk_select`, which no dtype changes, for few and many rows."""
-    for rows, columns, topk in (
-        (4, 64, 16),
-        (4, 8192, 16),
-        (4, 65536, 16),
-        (4, 512, 100),
-        (4096, 64, 16),
-        (4096, 64, 64),
+    for rows, columns, topk, init_blocks in (
+        (4, 64, 16, 0),
+        (4, 8192, 16, 0),
+        (4, 65536, 16, 0),
+        (4, 512, 100, 0),
+        (4096, 64, 16, 2),
+        (4096, 512, 16, 0),
+        (4096, 64, 64, 0),
     ):
         scores = torch.empty(()).expand(rows, 4, columns)
         visible = torch.empty(rows, dtype=torch.int32)
         ids = torch.empty(rows, 4, topk, dtype=torch.int32)
         yield (
             f"topk_select {topk} of {columns}, {rows} rows",
-            partial(topk_select.launch_topk_select, scores, visible, topk, 0, 1, ids),
+            partial(topk_select.launch_topk_select, scores, visible, topk, init_blocks, 1, ids),
         )
 
 

@@ -15,6 +15,8 @@ import m3ops
 from m3ops.testing import poisoned, select_oracle
 
 NAN, INF = math.nan, math.inf
+# At which a row of many is shared by 2, 4 and 8 threads.
+SHARED_WIDTHS = (70, 300, 600)
 
 
 def select(
@@ -239,3 +241,88 @@ def test_the_search_ends_between_the_smallest_numbers(target: Target) -> None:
     rows = zip(scores.flatten(0, 1).tolist(), ids.flatten(0, 1).tolist(), strict=True)
     for row, actual in rows:
         assert actual == select_oracle(row, 70, 16, 0, 1)
+
+
+@pytest.fixture
+def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows as a test has are taken for many, by so few programs that each takes some."""
+    launch = pytest.importorskip("m3ops.custom_ops.topk_select.launch")
+    monkeypatch.setattr(launch, "many_rows", lambda *sizes: True)
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(launch, "RESIDENT_WARPS", 8)
+
+
+def check_many(
+    rows: torch.Tensor, visible: list[int], target: Target, topk: int, init: int, local: int
+) -> None:
+    """``[T, Hi, NB]`` scores, columns first in memory as `select_blocks` has them."""
+    scores = rows.to(target.device).permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    options = {"topk": topk, "init_blocks": init, "local_blocks": local}
+    out = poisoned(*rows.shape[:2], topk, dtype=torch.int32, device=target.device)
+    select(scores, visible, target, **options, out=out)
+    assert out.tolist() == oracle(rows, visible, topk, init, local)
+
+
+def visible_blocks(rows: int, width: int) -> list[int]:
+    """Rows of one program that see few blocks, none and all of them."""
+    few = [0, 1, 2, 15, 16, 17, 18, 31, 32, 33, 34, -3]
+    return [few[i] if i < len(few) else width - i % 3 for i in range(rows)]
+
+
+@pytest.mark.usefixtures("many_rows")
+@pytest.mark.parametrize(
+    ("topk", "init", "local"), [(16, 0, 1), (16, 1, 2), (16, 0, 0), (7, 2, 1), (3, 2, 1), (1, 0, 0)]
+)
+@pytest.mark.parametrize("width", SHARED_WIDTHS)
+def test_many_rows(target: Target, width: int, topk: int, init: int, local: int) -> None:
+    rows = torch.randn(17, 2, width)
+    check_many(rows, visible_blocks(17, width), target, topk, init, local)
+
+
+# What an order, ties or clusters do to the bound, to the number of candidates and to their lists.
+PATTERNS = {
+    "ascending": lambda width: torch.arange(width),
+    "descending": lambda width: -torch.arange(width),
+    "equal": lambda width: torch.zeros(width),
+    "two zeros": lambda width: torch.tensor([0.0, -0.0]).repeat(width)[:width],
+    "runs of equals": lambda width: torch.randn(width).repeat_interleave(9)[:width],
+    "few values": lambda width: torch.randint(3, (width,)),
+    "a high end": lambda width: torch.randn(width) + 9 * (torch.arange(width) > width - 30),
+    "a high start": lambda width: torch.randn(width) + 9 * (torch.arange(width) < 40),
+    "high classes": lambda width: torch.randn(width) + 9 * (torch.arange(width) % 16 < 2),
+    "32 equals on top": lambda width: (torch.randperm(width) < 32).float(),
+    "33 equals on top": lambda width: (torch.randperm(width) < 33).float(),
+    "10 on top of equals": lambda width: (torch.randperm(width) < 10).float(),
+    "mostly NaN": lambda width: torch.randn(width).where(torch.rand(width) < 0.03, NAN),
+    "mostly -inf": lambda width: torch.randn(width).where(torch.rand(width) < 0.03, -INF),
+    "mostly inf": lambda width: torch.randn(width).where(torch.rand(width) < 0.03, INF),
+    "-inf and NaN": lambda width: torch.tensor([-INF, NAN, -NAN])[torch.randint(3, (width,))],
+    "denormal": lambda width: torch.randint(-9, 9, (width,)) * 2.0**-149,
+}
+
+
+@pytest.mark.usefixtures("many_rows")
+@pytest.mark.parametrize("width", SHARED_WIDTHS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_many_rows_of_a_pattern(target: Target, pattern: str, width: int) -> None:
+    rows = torch.stack([PATTERNS[pattern](width).float() for _ in range(8)]).reshape(4, 2, width)
+    check_many(rows, [width, width - 1, width // 2, 20], target, 16, 0, 1)
+
+
+@pytest.mark.usefixtures("many_rows")
+def test_one_odd_row_among_many(target: Target) -> None:
+    """Whether a program ranks all blocks or candidates only, its rows get the same ids."""
+    rows = torch.randn(40, 2, 300)
+    rows[5, 1] = 0
+    rows[30, 0, 10:] = NAN
+    check_many(rows, [300] * 40, target, 16, 0, 1)
+
+
+@pytest.mark.usefixtures("many_rows")
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 33, 255, 256, 257, 511, 512, 513, 1025])
+def test_widths_of_many_rows(target: Target, width: int) -> None:
+    rows = torch.randn(2, 1, width)
+    check_many(rows, [width, width // 2], target, 16, 0, 1)
+    heads_first = rows.to(target.device)
+    ids = select(heads_first, [width, width // 2], target)
+    assert ids.tolist() == oracle(rows, [width, width // 2], 16, 0, 1)

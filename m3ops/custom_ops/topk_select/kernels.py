@@ -19,12 +19,25 @@ _COUNTS = [
 _UNSEEN = tl.constexpr(-(2**31))
 _FORCED = tl.constexpr(2**31 - 1)
 
+# Column 0 with a score of -inf.
+_NO_ENTRY = tl.constexpr(-(0x800000 << 32))
+
+# Candidates of a row that a program ranks; more make it rank all blocks of its rows.
+_CANDIDATES = tl.constexpr(32)
+
+
+@triton.constexpr_function
+def list_depth(block_k):
+    """Entries of a share's list: how many there are, and what a batch may add to a full list."""
+    return 1 + _CANDIDATES.value + block_k
+
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["visible_ptr"])
 def _topk_select_columns_kernel(
     scores_ptr,
     visible_ptr,
     ids_ptr,
+    lists_ptr,
     stride_s_t,
     stride_s_h,
     stride_s_j,
@@ -45,95 +58,281 @@ def _topk_select_columns_kernel(
 ):
     """A thread per row and share of its columns, for many rows side by side in memory.
 
-    The first pass sorts `BLOCK_K` keys at a time into the best of the share by a comparator
-    network; the shares' lists, merged, yield the least key kept, and each list how many of its
-    share are. With that the second pass emits the ids in ascending order. Limit: the latency of
-    reading the scores twice, then arithmetic, about 13 minima and maxima a score.
+    Forced blocks have their places; of the others K' are wanted. The first pass bounds the K'-th
+    best score from below, the second, which should find the scores in L2, lists what reaches that
+    bound, about 20 candidates a row, and only those are ranked. Limit: the latency of loads, with
+    arithmetic close behind: 14 instructions a score.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row = (r // HEADS).to(tl.int64)
-    head = (r % HEADS).to(tl.int64)
-    visible = tl.load(visible_ptr + row * stride_v_t, mask=r < num_rows, other=0)
-    visible = tl.minimum(tl.maximum(visible, 0), num_columns)
-    most = tl.max(visible)
-    # [1, BLOCK_R]
-    s_ptrs = (scores_ptr + row * stride_s_t + head * stride_s_h)[None, :]
-    i_ptrs = (ids_ptr + row * stride_i_t + head * stride_i_h)[None, :]
-    visible = visible[None, :]
-    share = tl.cdiv(tl.cdiv(most, SHARES), BLOCK_K) * BLOCK_K
-    # [SHARES, 1]
-    begin = (tl.arange(0, SHARES) * share)[:, None]
-    # [SHARES, BLOCK_R]
-    end = tl.minimum(begin + share, visible)
-
-    best = (tl.full([SHARES, BLOCK_R], _UNSEEN, tl.int32),) * BLOCK_K
-    ahead = _load_columns(s_ptrs, stride_s_j, begin, end, BLOCK_K)
-    for step in range(0, share, BLOCK_K):
-        scores = ahead
-        # The next scores are on their way while these are sorted.
-        ahead = _load_columns(s_ptrs, stride_s_j, begin + step + BLOCK_K, end, BLOCK_K)
-        keys = ()
-        for u in tl.static_range(BLOCK_K):
-            keys = keys + (_key(scores[u], begin + step + u, visible, INIT, LOCAL),)
-        best = _merge(best, _sort(keys, BLOCK_K), BLOCK_K)
-    threshold, room, slot = _divide(best, TOPK, SHARES, BLOCK_R, BLOCK_K)
-    ahead = _load_columns(s_ptrs, stride_s_j, begin, end, BLOCK_K)
-    for step in range(0, share, BLOCK_K):
-        scores = ahead
-        ahead = _load_columns(s_ptrs, stride_s_j, begin + step + BLOCK_K, end, BLOCK_K)
-        for u in tl.static_range(BLOCK_K):
-            j = begin + step + u + tl.zeros_like(slot)
-            key = _key(scores[u], j, visible, INIT, LOCAL)
-            tie = (key == threshold) & (room > 0)
-            kept = (key > threshold) | tie
-            tl.store(i_ptrs + slot * stride_i_k, j, kept)
-            slot += kept.to(tl.int32)
-            room -= tie.to(tl.int32)
-    k = tl.arange(0, BLOCK_K)[:, None]
-    unused = (k >= visible) & (k < TOPK) & (r < num_rows)[None, :]
-    tl.store(i_ptrs + k * stride_i_k, tl.full([BLOCK_K, BLOCK_R], -1, tl.int32), unused)
+    # int64 [SHARES, depth, BLOCK_R] of this program
+    lists_ptr += tl.program_id(0).to(tl.int64) * (SHARES * list_depth(BLOCK_K) * BLOCK_R)
+    tiles = tl.cdiv(num_rows, BLOCK_R)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # The last rows of a prompt see the most: they go first.
+        r = (tiles - 1 - tile) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+        row = (r // HEADS).to(tl.int64)
+        head = (r % HEADS).to(tl.int64)
+        visible = tl.load(visible_ptr + row * stride_v_t, mask=r < num_rows, other=0)
+        visible = tl.minimum(tl.maximum(visible, 0), num_columns)
+        # [BLOCK_R, 1]
+        s_ptrs = scores_ptr + row * stride_s_t + head * stride_s_h
+        i_ptrs = ids_ptr + row * stride_i_t + head * stride_i_h
+        free = tl.maximum(visible - (INIT + LOCAL), 0)
+        if TOPK > INIT + LOCAL:
+            _select_free(
+                s_ptrs + INIT * stride_s_j.to(tl.int64), i_ptrs + INIT * stride_i_k, lists_ptr,
+                free, stride_s_j.to(tl.int64), stride_i_k, INIT, TOPK - INIT - LOCAL, BLOCK_K,
+                BLOCK_R, SHARES,
+            )  # fmt: skip
+        # The forced blocks come before and after; slots past them stay unused.
+        part = tl.arange(0, SHARES)[None, :]
+        for forced in tl.static_range(INIT):
+            tl.store(i_ptrs + forced * stride_i_k, forced, forced < visible)
+        kept = tl.minimum(visible, TOPK)
+        last = tl.minimum(visible, INIT) + tl.minimum(free, TOPK - INIT - LOCAL)
+        for first in range(tl.min(last), TOPK, SHARES):
+            k = first + part
+            ids = tl.where(k < kept, visible - kept + k, -1)
+            tl.store(i_ptrs + k * stride_i_k, ids, (k >= last) & (k < TOPK) & (r < num_rows))
 
 
 @triton.jit
-def _load_columns(s_ptrs, stride_s_j, first, end, NUM: tl.constexpr):
-    """The scores of `NUM` columns of every row and share, a tuple."""
+def _select_free(
+    s_ptrs,
+    i_ptrs,
+    lists_ptr,
+    free,
+    stride_s_j,
+    stride_i_k,
+    INIT: tl.constexpr,
+    WANTED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """Write the ids of the best `WANTED` of `free` blocks, the first of which is block `INIT`."""
+    most, least = tl.max(free), tl.min(free)
+    bound = _bound(s_ptrs, stride_s_j, free, most, least, WANTED, BLOCK_K, BLOCK_R, SHARES)
+    share = tl.cdiv(most, SHARES)
+    # Columns that every share of every row has.
+    least -= (SHARES - 1) * share
+    # [1, SHARES]
+    begin = (tl.arange(0, SHARES) * share)[None, :]
+    # [BLOCK_R, SHARES]
+    size = tl.minimum(tl.maximum(free - begin, 0), share)
+    s_ptrs += begin * stride_s_j
+    list_ptrs = lists_ptr + tl.arange(0, BLOCK_R)[:, None]
+    _list_candidates(
+        s_ptrs, list_ptrs, bound, begin, size, share, least, stride_s_j, BLOCK_K, BLOCK_R, SHARES
+    )
+    # Each thread wrote what its share holds, and reads its part of all candidates of the row.
+    tl.debug_barrier()
+    starts, total = (), tl.zeros([BLOCK_R, 1], tl.int32)
+    for s in tl.static_range(SHARES):
+        starts = starts + (total,)
+        total += tl.load(list_ptrs + s * list_depth(BLOCK_K) * BLOCK_R).to(tl.int32)
+    # NaN is not listed, but may have to be kept.
+    listed = (total >= tl.minimum(free, WANTED)) & (total <= _CANDIDATES)
+    if tl.min(listed.to(tl.int32)) == 1:
+        ids, scores = _load_candidates(list_ptrs, starts, total, BLOCK_K, BLOCK_R, SHARES)
+        length: tl.constexpr = _CANDIDATES // SHARES
+        lowest = tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32)
+        best = _sort(scores, length) + (lowest,) * (BLOCK_K - length)
+        size = total - (tl.arange(0, SHARES) * length)[None, :]
+        threshold, room, slot = _divide(scores, best, size, WANTED)
+        for i in tl.static_range(length):
+            room, slot = _emit(i_ptrs, stride_i_k, INIT + ids[i], scores[i], threshold, room, slot)
+    else:
+        best = (tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32),) * BLOCK_K
+        ptrs = s_ptrs
+        for step in range(0, share, BLOCK_K):
+            scores = _load_ranked(ptrs, stride_s_j, size - step, BLOCK_K)
+            best = _merge(best, _sort(scores, BLOCK_K), BLOCK_K)
+            ptrs += BLOCK_K * stride_s_j
+        threshold, room, slot = _divide(best, best, size, WANTED)
+        for step in range(0, share, BLOCK_K):
+            scores = _load_ranked(s_ptrs, stride_s_j, size - step, BLOCK_K)
+            for u in tl.static_range(BLOCK_K):
+                j = INIT + begin + step + u
+                room, slot = _emit(i_ptrs, stride_i_k, j, scores[u], threshold, room, slot)
+            s_ptrs += BLOCK_K * stride_s_j
+    # Before the lists are written anew.
+    tl.debug_barrier()
+
+
+@triton.jit
+def _bound(
+    s_ptrs,
+    stride_s_j,
+    free,
+    most,
+    least,
+    WANTED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """A score that at least `WANTED` of every row reach, or -inf: the `WANTED`-th largest of the
+    maxima of residue classes of columns, over which neighbours, often alike, are spread.
+    """
+    groups: tl.constexpr = min(BLOCK_K, 64 // SHARES)
+    lowest = tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32)
+    best = (lowest,) * groups
+    begin = (tl.arange(0, SHARES) * BLOCK_K)[None, :]
+    s_ptrs += begin * stride_s_j
+    batch: tl.constexpr = SHARES * BLOCK_K
+    full = least // batch * batch
+    ptrs = s_ptrs
+    for _ in range(0, full, batch):
+        best = _raise(best, _load_columns(ptrs, stride_s_j, None, None, BLOCK_K))
+        ptrs += batch * stride_s_j
+    ptrs = s_ptrs + full * stride_s_j
+    for step in range(full, most, batch):
+        left = free - begin - step
+        best = _raise(best, _load_columns(ptrs, stride_s_j, left, float("-inf"), BLOCK_K))
+        ptrs += batch * stride_s_j
+    best = _sort(best, groups) + (lowest,) * (BLOCK_K - groups)
+    return _merge_shares(best)[WANTED - 1][:, None]
+
+
+@triton.jit
+def _raise(best, scores):
+    """The maxima of all groups with these scores. Of NaN and a number the number is the larger."""
+    higher = ()
+    for g in tl.static_range(len(best)):
+        highest = best[g]
+        for u in tl.static_range(g, len(scores), len(best)):
+            highest = tl.maximum(highest, scores[u])
+        higher = higher + (highest,)
+    return higher
+
+
+@triton.jit
+def _list_candidates(
+    s_ptrs,
+    list_ptrs,
+    bound,
+    begin,
+    size,
+    share,
+    least,
+    stride_s_j,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """List scores and columns of what reaches the bound, each share on its own, ascending."""
+    # A list begins with its length.
+    list_ptrs += (tl.arange(0, SHARES) * (list_depth(BLOCK_K) * BLOCK_R))[None, :]
+    begins = list_ptrs + BLOCK_R + tl.zeros_like(size)
+    full = tl.maximum(least, 0) // BLOCK_K * BLOCK_K
+    ptrs, ends = s_ptrs, begins
+    for step in range(0, full, BLOCK_K):
+        scores = _load_columns(ptrs, stride_s_j, None, None, BLOCK_K)
+        ends = _append(ends, begins, scores, begin + step, bound, BLOCK_R)
+        ptrs += BLOCK_K * stride_s_j
+    ptrs = s_ptrs + full * stride_s_j
+    for step in range(full, share, BLOCK_K):
+        scores = _load_columns(ptrs, stride_s_j, size - step, float("nan"), BLOCK_K)
+        ends = _append(ends, begins, scores, begin + step, bound, BLOCK_R)
+        ptrs += BLOCK_K * stride_s_j
+    tl.store(list_ptrs, _length(ends, begins, BLOCK_R))
+
+
+@triton.jit
+def _length(ends, begins, BLOCK_R: tl.constexpr):
+    """Entries of the lists."""
+    return (ends.to(tl.int64) - begins.to(tl.int64)) // (8 * BLOCK_R)
+
+
+@triton.jit
+def _append(ends, begins, scores, column, bound, BLOCK_R: tl.constexpr):
+    """Append what reaches the bound of the scores from `column` on; the lists' ends after it."""
+    # Nothing reaches NaN: once there are too many the rest does not matter.
+    bound = tl.where(_length(ends, begins, BLOCK_R) <= _CANDIDATES, bound, float("nan"))
+    for u in tl.static_range(len(scores)):
+        reaches = scores[u] >= bound
+        low = (column + u).to(tl.uint32).to(tl.int64)
+        tl.store(ends, (scores[u].to(tl.int32, bitcast=True).to(tl.int64) << 32) | low, reaches)
+        ends += tl.where(reaches, BLOCK_R, 0)
+    return ends
+
+
+@triton.jit
+def _load_candidates(
+    list_ptrs,
+    starts,
+    total,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """Columns and scores of all candidates of a row, ascending, as many for every share."""
+    ids, scores = (), ()
+    for i in tl.static_range(_CANDIDATES // SHARES):
+        place = (tl.arange(0, SHARES) * (_CANDIDATES // SHARES) + i)[None, :]
+        # Past the lengths and the unused ends of the lists before.
+        source = 1 + place + tl.zeros_like(total)
+        for s in tl.static_range(1, SHARES):
+            skipped = list_depth(BLOCK_K) - (starts[s] - starts[s - 1])
+            source += tl.where(place >= starts[s], skipped, 0)
+        entry = tl.load(list_ptrs + source * BLOCK_R, place < total, _NO_ENTRY)
+        ids = ids + (entry.to(tl.int32),)
+        scores = scores + ((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True),)
+    return ids, scores
+
+
+@triton.jit
+def _load_columns(s_ptrs, stride_s_j, left, other, NUM: tl.constexpr):
+    """The scores of the next `NUM` columns of every row and share, a tuple; `other` past the last
+    of the `left` ones.
+    """
     columns = ()
     for u in tl.static_range(NUM):
-        j = first + u
-        columns = columns + (tl.load(s_ptrs + j.to(tl.int64) * stride_s_j, j < end, 0.0),)
+        mask = None if left is None else u < left
+        columns = columns + (tl.load(s_ptrs + u * stride_s_j, mask, other),)
     return columns
 
 
 @triton.jit
-def _divide(
-    best,
-    TOPK: tl.constexpr,
-    SHARES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """From the best of every share: the least key kept of each row, how many that just reach it a
-    share may keep, and the slot of the first that it keeps.
+def _load_ranked(s_ptrs, stride_s_j, left, NUM: tl.constexpr):
+    """The same as they rank, -inf past the last."""
+    scores = _load_columns(s_ptrs, stride_s_j, left, float("-inf"), NUM)
+    ranked = ()
+    for u in tl.static_range(NUM):
+        ranked = ranked + (_rank(scores[u]),)
+    return ranked
+
+
+@triton.jit
+def _divide(scores, best, size, WANTED: tl.constexpr):
+    """From the `size` scores of every share, or its best ones, and the same sorted: the least
+    score kept of each row, how many that just reach it a share may keep, and the slot of the
+    first that it keeps.
     """
-    merged = best
-    for level in tl.static_range(_log2(SHARES)):
-        merged = _merge_pairs(merged, SHARES >> (level + 1), BLOCK_R, BLOCK_K)
-    # [1, BLOCK_R]
-    threshold = merged[TOPK - 1].reshape([1, BLOCK_R])
-    # With fewer candidates than K the least key kept is that of none.
-    crowded = threshold > _UNSEEN
-    above = tl.zeros([SHARES, BLOCK_R], tl.int32)
-    ties = tl.zeros([SHARES, BLOCK_R], tl.int32)
-    for i in tl.static_range(BLOCK_K):
-        above += (best[i] > threshold).to(tl.int32)
-        ties += ((best[i] == threshold) & crowded).to(tl.int32)
+    # [BLOCK_R, 1]
+    threshold = _merge_shares(best)[WANTED - 1][:, None]
+    above, ties = tl.zeros_like(size), tl.zeros_like(size)
+    for i in tl.static_range(len(scores)):
+        above += (scores[i] > threshold).to(tl.int32)
+        ties += (scores[i] == threshold).to(tl.int32)
+    # What is not there ties with -inf.
+    ties = tl.minimum(ties, tl.maximum(size - above, 0))
     # Ties go to the lower ids, and so to the first shares.
-    room = TOPK - tl.sum(above, 0)[None, :] - (tl.cumsum(ties, 0) - ties)
+    room = WANTED - tl.sum(above, 1)[:, None] - (tl.cumsum(ties, 1) - ties)
     room = tl.minimum(tl.maximum(room, 0), ties)
-    return threshold, room, tl.cumsum(above + room, 0) - (above + room)
+    return threshold, room, tl.cumsum(above + room, 1) - (above + room)
+
+
+@triton.jit
+def _emit(i_ptrs, stride_i_k, j, score, threshold, room, slot):
+    """Write block `j` if it is kept; room and slot for the next."""
+    tie = (score == threshold) & (room > 0)
+    kept = (score > threshold) | tie
+    tl.store(i_ptrs + slot * stride_i_k, j, kept)
+    return room - tie.to(tl.int32), slot + kept.to(tl.int32)
 
 
 @triton.jit
@@ -200,14 +399,22 @@ def _merge(one, other, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _merge_pairs(lists, PAIRS: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr):
-    """``[2 PAIRS, ROWS]`` descending lists merged to ``[PAIRS, ROWS]``."""
-    one, other = (), ()
-    for i in tl.static_range(LENGTH):
-        left, right = tl.split(lists[i].reshape([PAIRS, 2, ROWS]).permute([0, 2, 1]))
-        one = one + (left,)
-        other = other + (right,)
-    return _merge(one, other, LENGTH)
+def _merge_shares(lists):
+    """``[BLOCK_R, SHARES]`` descending lists of 16 merged to ``[BLOCK_R]``."""
+    return tl.reduce(lists, 1, _merge_two)
+
+
+# A combining function takes its tuples one by one.
+@triton.jit
+def _merge_two(
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15,
+    b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15,
+):  # fmt: skip
+    return _merge(
+        (a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15),
+        (b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15),
+        16,
+    )  # fmt: skip
 
 
 @triton.jit

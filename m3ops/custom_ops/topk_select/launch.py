@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..common.launch import (
     aligned,
+    device_kind,
     launch,
     max_warps,
     next_power_of_2,
@@ -19,6 +20,7 @@ from .kernels import (
     _topk_select_columns_kernel,
     _topk_select_rows_kernel,
     _topk_select_wide_kernel,
+    list_depth,
 )
 
 MAX_REGISTER_COLUMNS = 8192
@@ -27,8 +29,8 @@ MAX_REGISTER_COLUMNS = 8192
 MAX_SORTED = 16
 """Most ids of a row that a thread keeps sorted in registers: networks for more compile for long."""
 
-BLOCK_R = 32
-"""Rows of a program that gives each a thread."""
+RESIDENT_WARPS, MAX_REGISTERS = 24, 80
+"""Warps of a thread per row that a multiprocessor runs at once, and what that leaves a thread."""
 
 NARROW_COLUMNS = 1024
 """Rows that see no more blocks than this are searched as narrow ones, however wide the buffer."""
@@ -64,9 +66,17 @@ def launch_topk_select(
         "BLOCK_K": next_power_of_2(topk),
     }
     if topk <= MAX_SORTED and many_rows(rows, heads, scores.device):
-        grid: tuple[int, ...] = (triton.cdiv(rows * heads, BLOCK_R),)
-        kernel, arguments["BLOCK_R"] = _topk_select_columns_kernel, BLOCK_R
-        arguments["SHARES"] = arguments["num_warps"] = _shares(grid[0], scores.device)
+        block_r, shares = _rows_and_shares(columns)
+        warps = max(1, block_r * shares * max_warps(scores.device) // 1024)
+        # As many programs as run at once, each with its own lists, go through all the rows.
+        resident = num_multiprocessors(scores.device) * RESIDENT_WARPS // warps
+        grid: tuple[int, ...] = (min(triton.cdiv(rows * heads, block_r), resident),)
+        kernel, arguments["num_warps"] = _topk_select_columns_kernel, warps
+        arguments["BLOCK_R"], arguments["SHARES"] = block_r, shares
+        lists = (*grid, shares, list_depth(arguments["BLOCK_K"]), block_r)
+        arguments["lists_ptr"] = scores.new_empty(lists, dtype=torch.int64)
+        if device_kind(scores.device) != "gfx942":
+            arguments["maxnreg"] = MAX_REGISTERS
     elif columns > MAX_REGISTER_COLUMNS:
         grid = (rows * heads,)
         kernel, arguments["BLOCK_J"] = _topk_select_wide_kernel, 8192
@@ -86,9 +96,11 @@ def many_rows(rows: int, heads: int, device: torch.device) -> bool:
     return rows * heads >= 64 * num_multiprocessors(device)
 
 
-def _shares(programs: int, device: torch.device) -> int:
-    """Shares of a row's columns, each another warp: few where there are warps enough without."""
-    return 2 if programs >= 16 * num_multiprocessors(device) else 4
+def _rows_and_shares(columns: int) -> tuple[int, int]:
+    """Rows of a program, and threads that share the columns of each: the fewer the less work, but
+    what all programs read should stay in L2 for a second pass.
+    """
+    return (16, 2) if columns <= 64 else (32, 4)
 
 
 def _rows_aligned(scores: Tensor) -> bool:
