@@ -83,6 +83,7 @@ def launches(dtype: torch.dtype, paged: bool) -> Iterator[tuple[str, Callable[[]
     heads_q, heads_kv, dim, block, topk, pages = 64, 4, 128, 128, 16, 64
     for what, tokens, seqs, longest, splits in (
         ("decode", 4, 4, 1, 8),
+        ("speculative", 16, 4, 4, 0),
         ("prefill", 4096, 1, 4096, 0),
     ):
         batch = Batch(

@@ -1,15 +1,32 @@
-"""Launching the Gluon kernel of ``sparse_attention`` for Hopper."""
+"""Launching the Gluon kernel that walks unions, and the way to the decode kernel."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....batch import PACKED, PAGED, Batch
-from ...common.launch import fetchable, head_stride, key_strides, run, supports_hopper
+from ...common.launch import fetchable, run, supports_hopper
+from .decode.launch import (
+    MAX_DECODE_TILE_T,
+    choose_decode_splits,
+    decode_tile_tokens,
+    launch_hopper_decode,
+    most_decode_splits,
+)
+from .descriptors import key_descriptor
 from .kernels import _sparse_attention_hopper_kernel
+
+__all__ = [
+    "MAX_DECODE_TILE_T",
+    "TILE_T",
+    "choose_decode_splits",
+    "decode_tile_tokens",
+    "launch_hopper_attention",
+    "launch_hopper_decode",
+    "most_decode_splits",
+    "supports",
+]
 
 TILE_T = 8
 """Tokens of a tile; each of the two warpgroups multiplies half of them."""
@@ -63,8 +80,8 @@ def launch_hopper_attention(
     table = batch.block_table
     arguments = dict(
         q_ptr=q,
-        k_desc=_descriptor(k, batch),
-        v_desc=_descriptor(v, batch),
+        k_desc=key_descriptor(k, batch, BLOCK_SIZE),
+        v_desc=key_descriptor(v, batch, BLOCK_SIZE),
         out_ptr=out,
         lse_ptr=lse,
         tiles_ptr=tiles,
@@ -93,20 +110,3 @@ def launch_hopper_attention(
         num_warps=4,
     )
     run(_sparse_attention_hopper_kernel, (num_tiles * heads_kv,), q.device, arguments)
-
-
-def _descriptor(keys: Tensor, batch: Batch) -> TensorDescriptor:
-    """Keys or values as ``[pages or sequences, heads, tokens, D]``, fetched in whole blocks."""
-    stride_outer, stride_token = key_strides(batch, keys)
-    stride_h = head_stride(batch, keys)
-    outer, tokens, heads = 1, keys.shape[0], keys.shape[1]
-    if batch.layout == PAGED:
-        outer, heads, tokens = keys.shape[:3]
-    elif batch.layout != PACKED:
-        outer, tokens, heads = keys.shape[:3]
-    block_shape = [1, 1, BLOCK_SIZE, DIM]
-    element = gl.bfloat16 if keys.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block_shape, element)
-    # One packed sequence of keys has no outer stride, but the copy engine wants one.
-    strides = [stride_outer or stride_token, stride_h, stride_token, 1]
-    return TensorDescriptor(keys, [outer, heads, tokens, DIM], strides, block_shape, layout)

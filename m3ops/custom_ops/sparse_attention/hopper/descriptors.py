@@ -1,0 +1,29 @@
+"""What the copy engine fetches and stores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....batch import PACKED, PAGED, Batch
+from ...common.launch import head_stride, key_strides
+
+
+def key_descriptor(keys: Tensor, batch: Batch, num_keys: int) -> TensorDescriptor:
+    """Keys or values as ``[pages or sequences, heads, tokens, D]``, fetched `num_keys` at once."""
+    stride_outer, stride_token = key_strides(batch, keys)
+    stride_h = head_stride(batch, keys)
+    outer, tokens, heads = 1, keys.shape[0], keys.shape[1]
+    if batch.layout == PAGED:
+        outer, heads, tokens = keys.shape[:3]
+    elif batch.layout != PACKED:
+        outer, tokens, heads = keys.shape[:3]
+    dim = keys.shape[-1]
+    # One packed sequence of keys has no outer stride, but the copy engine wants one.
+    strides = [stride_outer or stride_token, stride_h, stride_token, 1]
+    block_shape = [1, 1, num_keys, dim]
+    element = gl.bfloat16 if keys.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(block_shape, element)
+    return TensorDescriptor(keys, [outer, heads, tokens, dim], strides, block_shape, layout)
