@@ -32,10 +32,11 @@ LENGTHS = (1, 0, 63, 64, 65, 127, 128, 129, 191, 193, 256, 257, 1000, 2049, 2500
 COUNTS = (1, 2, 4, 0, 3, 1, 4, 2, 3, 4, 0, 4, 2, 1, 3)
 
 
-def attend(inputs: Inputs, ids: Tensor, **options: Any) -> Any:
-    return m3ops.sparse_attention(
+def attend(inputs: Inputs, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    out, lse = m3ops.sparse_attention(
         inputs.q, inputs.k, inputs.v, ids, **inputs.batch, return_lse=True, **options
     )
+    return out, lse
 
 
 def rows_of(count: int, device: torch.device, **options: Any) -> Inputs:
