@@ -171,6 +171,7 @@ def _read(ring, slot):
 @gluon.jit
 def _copy_parts(
     rings,
+    ready,
     sources,
     ids,
     tile,
@@ -188,12 +189,17 @@ def _copy_parts(
     PDL: gl.constexpr,
 ):
     """This split's share of the parts, then a part that nobody selected, which ends them."""
-    if PDL:
-        gdc_wait()
     k_ring, v_ring, members_ring, last_ring, k_full, v_full, empty = rings
     k_desc, v_desc, block_table_ptr, stride_table_b, num_pages, first_key_ptr = sources
     PART: gl.constexpr = k_ring.shape[3]
     PARTS: gl.constexpr = _BLOCK_SIZE // PART
+    # Copies of keys before the first one, which are zeros and come from nowhere: the copy engine
+    # has its descriptors when ids and pages are there. The slot is the last one to be filled.
+    mbarrier.expect(ready, 2 * k_desc.block_type.nbytes)
+    _load_async(k_desc, [0, 0, -PART, 0], ready, k_ring.index(STAGES - 1))
+    _load_async(v_desc, [0, 0, -PART, 0], ready, v_ring.index(STAGES - 1))
+    if PDL:
+        gdc_wait()
     num_seqs = batch[2]
     b, position, chosen, rank, block, members = _list_blocks(
         ids, tile, head_kv, batch, tiles_per_seq, TOPK, TILE_T, BLOCK_B
@@ -208,6 +214,7 @@ def _copy_parts(
         first_key = gl.load(first_key_ptr + b, mask=b < num_seqs, other=0)
     parts = gl.sum(chosen.to(gl.int32), 0) * PARTS
     entry = block << TILE_T | members
+    mbarrier.wait(ready, 0)
     slot = 0
     phase = 0
     for i in range(parts * split // num_splits, parts * (split + 1) // num_splits):
@@ -449,6 +456,8 @@ def _sparse_attention_decode_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -474,8 +483,8 @@ def _sparse_attention_decode_kernel(
             (
                 _copy_parts,
                 (
-                    rings, sources, ids, tile, head_kv, split, num_splits, batch, tiles_per_seq,
-                    TOPK, TILE_T, PAGED, PACKED, BLOCK_B, STAGES, PDL,
+                    rings, ready, sources, ids, tile, head_kv, split, num_splits, batch,
+                    tiles_per_seq, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, STAGES, PDL,
                 ),
             ),
         ],
