@@ -98,6 +98,28 @@ def _load_ids(ids, rows, limit, slots, head_kv, TOPK: gl.constexpr):
 
 
 @gluon.jit
+def _prefetch_pages(sources, b, position):
+    """Have the first 4096 entries of a sequence's page table fetched while its ids are on the way.
+
+    Without waiting, and into L2 alone: which entries are wanted, the ids will say.
+    """
+    _, _, block_table_ptr, stride_table_b, _, _ = sources
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    # One entry of every 128 bytes.
+    entry = gl.arange(0, 128, LANES) * 32
+    last = gl.maximum(position >> _log2(_BLOCK_SIZE), 0)
+    row_ptr = block_table_ptr + b.to(gl.int64) * stride_table_b
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [row_ptr + gl.minimum(entry, last)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _find_members(
     block, ids, first, limit, shift, head_kv, TOPK: gl.constexpr, TILE_T: gl.constexpr
 ):
@@ -119,12 +141,14 @@ def _find_members(
 @gluon.jit
 def _list_blocks(
     ids,
+    sources,
     tile,
     head_kv,
     batch,
     tiles_per_seq,
     TOPK: gl.constexpr,
     TILE_T: gl.constexpr,
+    PAGED: gl.constexpr,
     BLOCK_B: gl.constexpr,
 ):
     """The union of the blocks that the tokens of a tile selected, over the lanes of one warp.
@@ -146,6 +170,9 @@ def _list_blocks(
     else:
         b, first, limit, shift = _tile_rows(tile, batch, tiles_per_seq, TILE_T)
         block = _load_ids(ids, first + t, limit, e % TOPK, head_kv, TOPK)
+    if PAGED:
+        if b < batch[2]:
+            _prefetch_pages(sources, b, limit - 1 + shift)
     chosen = (block >= 0) & (block <= (first + t + shift) >> _log2(_BLOCK_SIZE))
     members = chosen.to(gl.int32)
     if TILE_T > 1:
@@ -202,7 +229,7 @@ def _copy_parts(
         gdc_wait()
     num_seqs = batch[2]
     b, position, chosen, rank, block, members = _list_blocks(
-        ids, tile, head_kv, batch, tiles_per_seq, TOPK, TILE_T, BLOCK_B
+        ids, sources, tile, head_kv, batch, tiles_per_seq, TOPK, TILE_T, PAGED, BLOCK_B
     )
     if PAGED:
         page = gl.load(
