@@ -1,4 +1,4 @@
-"""Gluon kernel for Hopper: one copying warp feeds one multiplying warpgroup.
+"""Gluon kernel for Hopper: one copying warp feeds one or two multiplying warpgroups.
 
 A tile is a token, or neighbouring tokens of one sequence, with the heads of one KV head. Its
 (token, head) pairs are the *columns* of the products and keys or channels the rows, so that few
@@ -142,10 +142,8 @@ def _find_members(
 def _list_blocks(
     ids,
     sources,
-    tile,
-    head_kv,
+    place,
     batch,
-    tiles_per_seq,
     TOPK: gl.constexpr,
     TILE_T: gl.constexpr,
     PAGED: gl.constexpr,
@@ -158,6 +156,7 @@ def _list_blocks(
     """
     ENTRIES: gl.constexpr = _next_power_of_2(TILE_T * TOPK, 32)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tile, tiles_per_seq, head_kv, _ = place
     row_begin = batch[3]
     e = gl.arange(0, ENTRIES, LANES)
     t = e // TOPK
@@ -197,29 +196,22 @@ def _read(ring, slot):
 
 @gluon.jit
 def _copy_parts(
-    rings,
-    ready,
-    sources,
-    ids,
-    tile,
-    head_kv,
-    split,
-    num_splits,
-    batch,
-    tiles_per_seq,
+    copied,
     TOPK: gl.constexpr,
     TILE_T: gl.constexpr,
     PAGED: gl.constexpr,
     PACKED: gl.constexpr,
     BLOCK_B: gl.constexpr,
-    STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """This split's share of the parts, then a part that nobody selected, which ends them."""
+    rings, ready, sources, ids, place, num_splits, batch = copied
     k_ring, v_ring, members_ring, last_ring, k_full, v_full, empty = rings
     k_desc, v_desc, block_table_ptr, stride_table_b, num_pages, first_key_ptr = sources
+    STAGES: gl.constexpr = k_ring.shape[0]
     PART: gl.constexpr = k_ring.shape[3]
     PARTS: gl.constexpr = _BLOCK_SIZE // PART
+    _, _, head_kv, split = place
     # Copies of keys before the first one, which are zeros and come from nowhere: the copy engine
     # has its descriptors when ids and pages are there. The slot is the last one to be filled.
     mbarrier.expect(ready, 2 * k_desc.block_type.nbytes)
@@ -229,7 +221,7 @@ def _copy_parts(
         gdc_wait()
     num_seqs = batch[2]
     b, position, chosen, rank, block, members = _list_blocks(
-        ids, sources, tile, head_kv, batch, tiles_per_seq, TOPK, TILE_T, PAGED, BLOCK_B
+        ids, sources, place, batch, TOPK, TILE_T, PAGED, BLOCK_B
     )
     if PAGED:
         page = gl.load(
@@ -295,34 +287,26 @@ def _clear_unseen(v_tile, keys, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def _attend_parts(
-    rings,
-    q_tile,
-    p_tile,
-    inputs,
-    outputs,
-    tile,
-    head_kv,
-    split,
-    batch,
-    tiles_per_seq,
-    GROUP: gl.constexpr,
-    TILE_T: gl.constexpr,
-    STAGES: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """The tile's queries against every part that comes."""
+def _attend_parts(attended, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr):
+    """One warpgroup: the queries of its tokens of the tile against the parts that they selected."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    rings, q_tiles, p_tiles, inputs, outputs, place, batch = attended
     k_ring, v_ring, members_ring, last_ring, k_full, v_full, empty = rings
     q_ptr, stride_q_t, stride_q_h, softmax_scale = inputs
     out_ptr, stride_o_s, stride_o_t, stride_o_h, lse_ptr, stride_l_s, stride_l_t, stride_l_h = (
         outputs
     )
+    tile, tiles_per_seq, head_kv, split = place
     row_begin = batch[3]
+    q_tile = q_tiles.index(WARPGROUP)
+    p_tile = p_tiles.index(WARPGROUP)
     COLUMNS: gl.constexpr = q_tile.shape[0]
     DIM: gl.constexpr = q_tile.shape[1]
+    TOKENS: gl.constexpr = COLUMNS // GROUP
+    TILE_T: gl.constexpr = q_tiles.shape[0] * TOKENS
+    STAGES: gl.constexpr = k_ring.shape[0]
     PART: gl.constexpr = k_ring.shape[3]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
@@ -335,7 +319,7 @@ def _attend_parts(
     else:
         _, first, limit, _ = _tile_rows(tile, batch, tiles_per_seq, TILE_T)
     copy_column = gl.arange(0, COLUMNS, gl.SliceLayout(1, COPY))
-    copy_t = (first + copy_column // GROUP)[:, None]
+    copy_t = (first + WARPGROUP * TOKENS + copy_column // GROUP)[:, None]
     copy_h = (head_kv * GROUP + copy_column % GROUP)[:, None]
     copy_d = gl.arange(0, DIM, gl.SliceLayout(0, COPY))[None, :]
     # [COLUMNS, DIM]
@@ -349,7 +333,7 @@ def _attend_parts(
     _barrier()
 
     column = gl.arange(0, COLUMNS, COLUMN)
-    t = column // GROUP
+    t = WARPGROUP * TOKENS + column // GROUP
     n = gl.arange(0, PART, ROW)
     scale = softmax_scale * _LOG2_E
     # Finite, so that a column without keys so far needs no case of its own.
@@ -363,30 +347,33 @@ def _attend_parts(
     mbarrier.wait(k_full.index(slot), phase)
     members = _read(members_ring, slot)
     while members != 0:
-        last = _read(last_ring, slot)
-        k_tile = k_ring.index(slot).reshape([PART, DIM])
-        zeros = gl.zeros([PART, COLUMNS], gl.float32, ACC)
-        # [PART, COLUMNS]
-        logits = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        logits = warpgroup_mma_wait(0, deps=[logits])
-        # The last key that each column sees.
-        lasts = gl.where(((members >> t) & 1) != 0, last + t, -1)
-        logits = gl.where(n[:, None] <= lasts[None, :], logits * scale, float("-inf"))
-        new_top = gl.maximum(top, gl.max(logits, 0))
-        decay = gl.exp2(top - new_top)
-        weights = gl.exp2(logits - new_top[None, :])
-        weight_sums = weight_sums * decay[None, :] + weights
-        top = new_top
-        p_tile.permute((1, 0)).store(weights.to(p_tile.dtype))
-        acc = acc * decay[None, :]
-        mbarrier.wait(v_full.index(slot), phase)
-        v_tile = v_ring.index(slot).reshape([PART, DIM])
-        if last + (limit - first) < PART:
-            _clear_unseen(v_tile, last + (limit - first), 32)
-        fence_async_shared()
-        _barrier()
-        acc = warpgroup_mma(v_tile.permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        if (members >> WARPGROUP * TOKENS) & ((1 << TOKENS) - 1) != 0:
+            last = _read(last_ring, slot)
+            k_tile = k_ring.index(slot).reshape([PART, DIM])
+            zeros = gl.zeros([PART, COLUMNS], gl.float32, ACC)
+            # [PART, COLUMNS]
+            logits = warpgroup_mma(
+                k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            logits = warpgroup_mma_wait(0, deps=[logits])
+            # The last key that each column sees.
+            lasts = gl.where(((members >> t) & 1) != 0, last + t, -1)
+            logits = gl.where(n[:, None] <= lasts[None, :], logits * scale, float("-inf"))
+            new_top = gl.maximum(top, gl.max(logits, 0))
+            decay = gl.exp2(top - new_top)
+            weights = gl.exp2(logits - new_top[None, :])
+            weight_sums = weight_sums * decay[None, :] + weights
+            top = new_top
+            p_tile.permute((1, 0)).store(weights.to(p_tile.dtype))
+            acc = acc * decay[None, :]
+            mbarrier.wait(v_full.index(slot), phase)
+            v_tile = v_ring.index(slot).reshape([PART, DIM])
+            if last + (limit - first) < PART:
+                _clear_unseen(v_tile, last + (limit - first), 32)
+            fence_async_shared()
+            _barrier()
+            acc = warpgroup_mma(v_tile.permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
         _release(empty, slot)
         slot, phase = _next_slot(slot, phase, STAGES)
         mbarrier.wait(k_full.index(slot), phase)
@@ -455,6 +442,7 @@ def _sparse_attention_decode_kernel(
     PACKED: gl.constexpr,
     BLOCK_B: gl.constexpr,
     STAGES: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """A tile and one KV head against one split's share of the blocks that the tile selected.
@@ -469,15 +457,15 @@ def _sparse_attention_decode_kernel(
     split = gl.program_id(0) % programs_per_tile // HEADS_KV
     PART: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = k_desc.block_type.shape[3]
-    COLUMNS: gl.constexpr = TILE_T * GROUP
+    COLUMNS: gl.constexpr = TILE_T * GROUP // WARPGROUPS
     dtype: gl.constexpr = k_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, DIM], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, PART], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, PART, DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, PART, DIM], v_desc.layout)
-    q_tile = gl.allocate_shared_memory(dtype, [COLUMNS, DIM], q_layout)
-    p_tile = gl.allocate_shared_memory(dtype, [COLUMNS, PART], p_layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, COLUMNS, DIM], q_layout)
+    p_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, COLUMNS, PART], p_layout)
     members_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
     last_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -488,7 +476,7 @@ def _sparse_attention_decode_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
     fence_async_shared()
     rings = (k_ring, v_ring, members_ring, last_ring, k_full, v_full, empty)
     batch = (cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, row_begin, row_end)
@@ -498,23 +486,27 @@ def _sparse_attention_decode_kernel(
     )  # fmt: skip
     ids = (ids_ptr, stride_i_t, stride_i_h, stride_i_k)
     sources = (k_desc, v_desc, block_table_ptr, stride_table_b, num_pages, first_key_ptr)
-    gl.warp_specialize(
-        [
-            (
-                _attend_parts,
-                (
-                    rings, q_tile, p_tile, inputs, outputs, tile, head_kv, split, batch,
-                    tiles_per_seq, GROUP, TILE_T, STAGES, PDL,
-                ),
-            ),
-            (
-                _copy_parts,
-                (
-                    rings, ready, sources, ids, tile, head_kv, split, num_splits, batch,
-                    tiles_per_seq, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, STAGES, PDL,
-                ),
-            ),
-        ],
-        worker_num_warps=[1],
-        worker_num_regs=[88],
-    )  # fmt: skip
+    place = (tile, tiles_per_seq, head_kv, split)
+    copied = (rings, ready, sources, ids, place, num_splits, batch)
+    attended = (rings, q_tiles, p_tiles, inputs, outputs, place, batch)
+    W0: gl.constexpr = 0
+    W1: gl.constexpr = 1
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_parts, (attended, W0, GROUP, PDL)),
+                (_copy_parts, (copied, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, PDL)),
+            ],
+            worker_num_warps=[1],
+            worker_num_regs=[88],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_parts, (attended, W0, GROUP, PDL)),
+                (_attend_parts, (attended, W1, GROUP, PDL)),
+                (_copy_parts, (copied, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, PDL)),
+            ],
+            worker_num_warps=[4, 1],
+            worker_num_regs=[160, 96],
+        )

@@ -35,16 +35,17 @@ class DecodeConfig:
 
     part: int
     stages: int
+    warpgroups: int
     max_registers: int
     num_programs: int = 1
 
 
 CONFIGS = {
     # Two programs share a multiprocessor, where there are so many: one starts while one ends.
-    1: DecodeConfig(64, 3, 128),
-    2: DecodeConfig(64, 3, 128),
-    # One program, since its accumulators fill the registers.
-    4: DecodeConfig(64, 5, 168),
+    1: DecodeConfig(64, 3, 1, 128),
+    2: DecodeConfig(64, 3, 1, 128),
+    # Four tokens take one warpgroup longer than the memory takes for a part.
+    4: DecodeConfig(64, 5, 2, 168),
 }
 """By tokens of a tile."""
 
@@ -141,6 +142,7 @@ def launch_hopper_decode(
         PAGED=layout == PAGED,
         PACKED=layout == PACKED,
         STAGES=config.stages,
+        WARPGROUPS=config.warpgroups,
         num_warps=4,
         maxnreg=config.max_registers,
         **arguments,
