@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +147,8 @@ def launch_sparse_attention(
 ) -> None:
     """Decode rows one by one in splits, others in tiles of neighbours that share their blocks.
 
-    A fixed number of splits asks for bits that do not depend on the batch: all rows go one by one.
+    On Hopper, decode rows of one sequence share blocks too. A fixed number of splits asks for bits
+    that do not depend on the batch: all rows go one by one.
     """
     check_sizes("sparse_attention", q.dtype, batch.block_size, **{"head dim": q.shape[2]})
     inputs = _Inputs(q, k, v, block_ids, batch, softmax_scale)
@@ -161,27 +163,42 @@ def launch_sparse_attention(
     entries_fit = batch.num_block_columns <= 2 ** (31 - tile_t)
     if tile_t < 2 or num_splits > 0 or softmax_scale <= 0 or not entries_fit:
         one_by_one = rows
-    elif hopper is not None and _tiles_fill(inputs):
+    elif hopper is not None and _tiles_fill(inputs, hopper.MAX_DECODE_TILE_T):
         one_by_one = 0
     else:
         one_by_one = decode_rows(batch, rows)
     if one_by_one > 0:
-        _attend_rows(inputs, num_splits, max_scratch_bytes, one_by_one, out, lse)
+        _attend_rows(inputs, hopper, num_splits, max_scratch_bytes, one_by_one, out, lse)
     if one_by_one < rows:
         _attend_tiles(inputs, config, hopper, tile_t, max_scratch_bytes, one_by_one, out, lse)
 
 
 def _attend_rows(
-    inputs: _Inputs, num_splits: int, max_scratch_bytes: int, rows: int, out: Tensor, lse: Tensor
+    inputs: _Inputs,
+    hopper: Any,
+    num_splits: int,
+    max_scratch_bytes: int,
+    rows: int,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """The first `rows` rows, in one pass or in splits that a second kernel joins."""
-    q, topk = inputs.q, inputs.block_ids.shape[2]
+    q, topk, heads_kv = inputs.q, inputs.block_ids.shape[2], inputs.heads_kv
     heads_q, dim = q.shape[1:]
-    if num_splits == 0:
-        num_splits = _choose_splits(rows * inputs.heads_kv, topk, q.device)
-    num_splits = min(num_splits, topk)
+    if hopper is None:
+        most_splits = topk
+        num_splits = num_splits or _choose_splits(rows * heads_kv, topk, q.device)
+        launch_rows = partial(_launch_rows, inputs)
+    else:
+        tile_t = 1 if num_splits > 0 else hopper.decode_tile_tokens(inputs.batch, rows)
+        most_splits = hopper.most_decode_splits(topk)
+        num_splits = num_splits or hopper.choose_decode_splits(
+            rows, heads_kv, topk, inputs.batch, tile_t, q.device
+        )
+        launch_rows = partial(hopper.launch_hopper_decode, *inputs, tile_t)
+    num_splits = min(num_splits, most_splits)
     if num_splits == 1:
-        _launch_rows(inputs, 1, 0, rows, out[None, :rows], lse[None, :rows])
+        launch_rows(1, 0, rows, out[None, :rows], lse[None, :rows])
         return
     chunk = min(rows, max(1, max_scratch_bytes // (4 * num_splits * heads_q * (dim + 1))))
     partial_out = q.new_empty((num_splits, chunk, heads_q, dim), dtype=torch.float32)
@@ -189,8 +206,8 @@ def _attend_rows(
     for begin in range(0, rows, chunk):
         end = min(begin + chunk, rows)
         parts = partial_out[:, : end - begin], partial_lse[:, : end - begin]
-        _launch_rows(inputs, num_splits, begin, end, *parts)
-        _launch_merge(topk, *parts, out[begin:end], lse[begin:end])
+        launch_rows(num_splits, begin, end, *parts)
+        _launch_merge(most_splits, *parts, out[begin:end], lse[begin:end])
 
 
 def _attend_tiles(
@@ -237,13 +254,13 @@ def _attend_tiles(
             )  # fmt: skip
 
 
-def _tiles_fill(inputs: _Inputs) -> bool:
-    """Whether speculative rows are worth a tile per sequence, which reads shared blocks once."""
+def _tiles_fill(inputs: _Inputs, max_decode_tile_t: int) -> bool:
+    """Whether speculative rows, more than a decode tile has, are worth tiles as of a prompt."""
     queries = inputs.batch.max_seqlen_q
     if queries > MAX_DECODE_QUERIES:
         return False
     tiles = inputs.q.shape[0] // max(1, queries) * inputs.heads_kv
-    return queries > 1 and 3 * tiles >= num_multiprocessors(inputs.q.device)
+    return queries > max_decode_tile_t and 3 * tiles >= num_multiprocessors(inputs.q.device)
 
 
 def _hopper(inputs: _Inputs) -> Any:
@@ -308,10 +325,10 @@ def _launch_rows(
 
 
 def _launch_merge(
-    topk: int, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor
+    most_splits: int, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     num_splits, rows, heads, dim = partial_out.shape
-    block_s, block_d = next_power_of_2(topk, 2), next_power_of_2(dim)
+    block_s, block_d = next_power_of_2(most_splits, 2), next_power_of_2(dim)
     launch(
         _sparse_attention_merge_kernel,
         (rows, heads),

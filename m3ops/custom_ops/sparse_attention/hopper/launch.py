@@ -1,4 +1,4 @@
-"""Launching the Gluon kernel that walks unions, and the way to the KV-major one."""
+"""Launching the Gluon kernel that walks unions, and the way to the others."""
 
 from __future__ import annotations
 
@@ -7,11 +7,29 @@ from torch import Tensor
 
 from ....batch import PACKED, PAGED, Batch
 from ...common.launch import fetchable, run, supports_hopper
+from .decode.launch import (
+    MAX_DECODE_TILE_T,
+    choose_decode_splits,
+    decode_tile_tokens,
+    launch_hopper_decode,
+    most_decode_splits,
+)
 from .descriptors import key_descriptor
 from .kernels import _sparse_attention_hopper_kernel
 from .kv_major.launch import allocate_lists, launch_kv_major
 
-__all__ = ["TILE_T", "allocate_lists", "launch_hopper_attention", "launch_kv_major", "supports"]
+__all__ = [
+    "MAX_DECODE_TILE_T",
+    "TILE_T",
+    "allocate_lists",
+    "choose_decode_splits",
+    "decode_tile_tokens",
+    "launch_hopper_attention",
+    "launch_hopper_decode",
+    "launch_kv_major",
+    "most_decode_splits",
+    "supports",
+]
 
 TILE_T = 8
 """Tokens of a tile; each of the two warpgroups multiplies half of them."""
@@ -67,8 +85,8 @@ def launch_hopper_attention(
     table = batch.block_table
     arguments = dict(
         q_ptr=q,
-        k_desc=key_descriptor(k, batch),
-        v_desc=key_descriptor(v, batch),
+        k_desc=key_descriptor(k, batch, BLOCK_SIZE),
+        v_desc=key_descriptor(v, batch, BLOCK_SIZE),
         out_ptr=out,
         lse_ptr=lse,
         tiles_ptr=tiles,
