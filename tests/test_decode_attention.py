@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,6 +40,11 @@ def attend(inputs: Inputs, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]
         inputs.q, inputs.k, inputs.v, ids, **inputs.batch, return_lse=True, **options
     )
     return out, lse
+
+
+def needs_hopper(device: torch.device) -> None:
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("the kernel is Hopper's")
 
 
 def rows_of(count: int, device: torch.device, **options: Any) -> Inputs:
@@ -312,21 +320,117 @@ def test_launches_back_to_back_keep_their_order(device: torch.device) -> None:
 
 
 def test_hopper_takes_its_own_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("the kernel is Hopper's")
-    from m3ops.custom_ops.sparse_attention.hopper import launch as hopper
+    needs_hopper(device)
+    from m3ops.custom_ops.sparse_attention.hopper.decode import launch as decode
 
     taken: list[int] = []
-    original = hopper.launch_hopper_decode
+    original = decode.launch_hopper_decode
 
     def record(*arguments: Any) -> None:
         taken.append(arguments[6])
         original(*arguments)
 
-    monkeypatch.setattr(hopper, "launch_hopper_decode", record)
+    monkeypatch.setattr(decode, "launch_hopper_decode", record)
     monkeypatch.setattr(launch, "_launch_rows", None)
     for most in (1, 2, 3, 4):
         counts = tuple(min(count, most) for count in COUNTS)
         inputs = drafts_of(counts, most, device, dtype=torch.bfloat16)
         attend(inputs, random_ids(inputs, 16))
     assert taken == [1, 2, 4, 4]
+
+
+def capture(call: Callable[[], Any], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_splits_are_joined_beside_each_other(device: torch.device, most: int) -> None:
+    """Graphs on streams of their own beside eager calls on others: all find their counters 0."""
+    counts = tuple(min(count, most) for count in COUNTS)
+    calls = []
+    for seed in range(6):
+        inputs = drafts_of(counts, most, device, dtype=torch.bfloat16, seed=seed)
+        ids = random_ids(inputs, 16, seed=seed)
+        out = torch.empty_like(inputs.q)
+        lse = torch.empty(inputs.q.shape[:2], device=device)
+        call = functools.partial(attend, inputs, ids, out=out, lse_out=lse)
+        call()
+        calls.append((call, out, lse, out.clone(), lse.clone()))
+        assert_attention(out, lse, inputs, ids)
+    streams = [torch.cuda.Stream(device) for _ in calls]
+    graphs = [capture(call, stream) for (call, *_), stream in zip(calls[:4], streams, strict=False)]
+    for _ in range(25):
+        for _, out, lse, *_ in calls:
+            out.fill_(math.nan)
+            lse.fill_(math.nan)
+        torch.cuda.synchronize()
+        for repeat in range(4):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    if i < len(graphs):
+                        graphs[i].replay()
+                    else:
+                        calls[i][0]()
+                if repeat == 0 and i % 2:
+                    torch.cuda._sleep(1000)
+        torch.cuda.synchronize()
+        for _, out, lse, right_out, right_lse in calls:
+            assert torch.equal(out, right_out)
+            assert torch.equal(lse, right_lse)
+
+
+def test_captured_launches_have_counters_of_their_own(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_hopper(device)
+    from m3ops.custom_ops.sparse_attention.hopper.decode import counters
+    from m3ops.custom_ops.sparse_attention.hopper.decode import launch as decode
+
+    taken: list[Tensor] = []
+
+    def record(count: int, device: torch.device) -> Tensor:
+        taken.append(counters.take_counters(count, device))
+        return taken[-1]
+
+    monkeypatch.setattr(decode, "take_counters", record)
+    inputs = rows_of(15, device, dtype=torch.bfloat16)
+    ids = random_ids(inputs, 16)
+    out, lse = torch.empty_like(inputs.q), torch.empty(15, 32, device=device)
+
+    def step() -> None:
+        attend(inputs, ids, num_splits=4, out=out, lse_out=lse)
+
+    step()
+    right = out.clone()
+    buffer = counters._buffers[device][-1]
+    before = buffer.taken
+    stream = torch.cuda.Stream(device)
+    graphs = [capture(step, stream) for _ in range(3)]
+    assert buffer.taken == before + 3 * 30
+    starts = {slice.data_ptr() for slice in taken[1:]}
+    assert len(starts) == 3
+    # No room is left: the capture fills its own, and the next launch outside one makes room.
+    monkeypatch.setattr(buffer, "taken", counters.SIZE)
+    graphs.append(capture(step, stream))
+    step()
+    assert counters._buffers[device][-1] is not buffer
+    for graph in graphs * 3:
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out, right)
+    assert not buffer.zeros.any()
+
+
+def test_compiled_into_graphs(device: torch.device) -> None:
+    """Inductor's CUDA graphs watch over all memory that is allocated while they are made."""
+    inputs = rows_of(15, device, dtype=torch.bfloat16)
+    ids = random_ids(inputs, 16)
+    right = attend(inputs, ids)
+    compiled = torch.compile(lambda q: attend(replace(inputs, q=q), ids), mode="reduce-overhead")
+    for _ in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert all(map(torch.equal, compiled(inputs.q), right))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +31,10 @@ from ..common.launch import (
 )
 from .kernels import (
     _sparse_attention_kernel,
-    _sparse_attention_merge_kernel,
     _sparse_attention_tile_kernel,
     _sparse_attention_union_kernel,
 )
+from .merge import allocate_parts, launch_merge
 from .reference import sparse_attention_backward_reference as launch_sparse_attention_backward
 
 __all__ = ["launch_sparse_attention", "launch_sparse_attention_backward"]
@@ -168,46 +167,32 @@ def launch_sparse_attention(
     else:
         one_by_one = decode_rows(batch, rows)
     if one_by_one > 0:
-        _attend_rows(inputs, hopper, num_splits, max_scratch_bytes, one_by_one, out, lse)
+        attend = functools.partial(_attend_rows, inputs)
+        if hopper is not None:
+            attend = functools.partial(hopper.attend_decode_rows, *inputs)
+        attend(num_splits, max_scratch_bytes, one_by_one, out, lse)
     if one_by_one < rows:
         _attend_tiles(inputs, config, hopper, tile_t, max_scratch_bytes, one_by_one, out, lse)
 
 
 def _attend_rows(
-    inputs: _Inputs,
-    hopper: Any,
-    num_splits: int,
-    max_scratch_bytes: int,
-    rows: int,
-    out: Tensor,
-    lse: Tensor,
+    inputs: _Inputs, num_splits: int, max_scratch_bytes: int, rows: int, out: Tensor, lse: Tensor
 ) -> None:
     """The first `rows` rows, in one pass or in splits that a second kernel joins."""
-    q, topk, heads_kv = inputs.q, inputs.block_ids.shape[2], inputs.heads_kv
-    heads_q, dim = q.shape[1:]
-    if hopper is None:
-        most_splits = topk
-        num_splits = num_splits or _choose_splits(rows * heads_kv, topk, q.device)
-        launch_rows = partial(_launch_rows, inputs)
-    else:
-        tile_t = 1 if num_splits > 0 else hopper.decode_tile_tokens(inputs.batch, rows)
-        most_splits = hopper.most_decode_splits(topk)
-        num_splits = num_splits or hopper.choose_decode_splits(
-            rows, heads_kv, topk, inputs.batch, tile_t, q.device
-        )
-        launch_rows = partial(hopper.launch_hopper_decode, *inputs, tile_t)
-    num_splits = min(num_splits, most_splits)
+    q, topk = inputs.q, inputs.block_ids.shape[2]
+    if num_splits == 0:
+        num_splits = _choose_splits(rows * inputs.heads_kv, topk, q.device)
+    num_splits = min(num_splits, topk)
     if num_splits == 1:
-        launch_rows(1, 0, rows, out[None, :rows], lse[None, :rows])
+        _launch_rows(inputs, 1, 0, rows, out[None, :rows], lse[None, :rows])
         return
-    chunk = min(rows, max(1, max_scratch_bytes // (4 * num_splits * heads_q * (dim + 1))))
-    partial_out = q.new_empty((num_splits, chunk, heads_q, dim), dtype=torch.float32)
-    partial_lse = q.new_empty((num_splits, chunk, heads_q), dtype=torch.float32)
+    partial_out, partial_lse = allocate_parts(q, num_splits, rows, max_scratch_bytes)
+    chunk = partial_lse.shape[1]
     for begin in range(0, rows, chunk):
         end = min(begin + chunk, rows)
         parts = partial_out[:, : end - begin], partial_lse[:, : end - begin]
-        launch_rows(num_splits, begin, end, *parts)
-        _launch_merge(most_splits, *parts, out[begin:end], lse[begin:end])
+        _launch_rows(inputs, num_splits, begin, end, *parts)
+        launch_merge(topk, *parts, out[begin:end], lse[begin:end])
 
 
 def _attend_tiles(
@@ -321,37 +306,6 @@ def _launch_rows(
         **_id_args(inputs.block_ids),
         **_stride_args(inputs),
         **layout_args(batch, inputs.k),
-    )
-
-
-def _launch_merge(
-    most_splits: int, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    num_splits, rows, heads, dim = partial_out.shape
-    block_s, block_d = next_power_of_2(most_splits, 2), next_power_of_2(dim)
-    launch(
-        _sparse_attention_merge_kernel,
-        (rows, heads),
-        out.device,
-        partial_out_ptr=partial_out,
-        partial_lse_ptr=partial_lse,
-        out_ptr=out,
-        lse_ptr=lse,
-        stride_po_s=partial_out.stride(0),
-        stride_po_t=partial_out.stride(1),
-        stride_po_h=partial_out.stride(2),
-        stride_pl_s=partial_lse.stride(0),
-        stride_pl_t=partial_lse.stride(1),
-        stride_pl_h=partial_lse.stride(2),
-        stride_o_t=out.stride(0),
-        stride_o_h=out.stride(1),
-        stride_l_t=lse.stride(0),
-        stride_l_h=lse.stride(1),
-        DIM=dim,
-        num_splits=num_splits,
-        BLOCK_S=block_s,
-        BLOCK_D=block_d,
-        num_warps=min(8, max(2, block_s * block_d // 1024)),
     )
 
 

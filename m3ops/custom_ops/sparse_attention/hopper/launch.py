@@ -7,13 +7,7 @@ from torch import Tensor
 
 from ....batch import PACKED, PAGED, Batch
 from ...common.launch import fetchable, run, supports_hopper
-from .decode.launch import (
-    MAX_DECODE_TILE_T,
-    choose_decode_splits,
-    decode_tile_tokens,
-    launch_hopper_decode,
-    most_decode_splits,
-)
+from .decode.launch import MAX_DECODE_TILE_T, attend_decode_rows
 from .descriptors import key_descriptor
 from .kernels import _sparse_attention_hopper_kernel
 from .kv_major.launch import allocate_lists, launch_kv_major
@@ -22,12 +16,9 @@ __all__ = [
     "MAX_DECODE_TILE_T",
     "TILE_T",
     "allocate_lists",
-    "choose_decode_splits",
-    "decode_tile_tokens",
+    "attend_decode_rows",
     "launch_hopper_attention",
-    "launch_hopper_decode",
     "launch_kv_major",
-    "most_decode_splits",
     "supports",
 ]
 

@@ -12,23 +12,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_LOG2_E = gl.constexpr(1.4426950408889634)
-_LN_2 = gl.constexpr(0.6931471805599453)
-_LOWEST = gl.constexpr(-3.0e38)
+from ....common.kernels import _key_room
+from ..kernels import (
+    _LN_2,
+    _LOG2_E,
+    _LOWEST,
+    _barrier,
+    _clear_unseen,
+    _load_async,
+    _next_slot,
+    _release,
+)
+
 _LARGEST = gl.constexpr(2**31 - 1)
 _BLOCK_SIZE = gl.constexpr(128)
 # Shifts the rows of padding to where no key is.
 _BEFORE_ALL_KEYS = gl.constexpr(-(2**30))
-
-# Triton 3.9 renamed the copy and the barrier.
-_load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @constexpr_function
@@ -47,28 +51,41 @@ def _add(a, b):
 
 
 @gluon.jit
-def _next_slot(slot, phase, STAGES: gl.constexpr):
-    wraps = slot == STAGES - 1
-    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
+def _bound_shift(b, shift, limit, batch):
+    """No row before `limit` stands past the last key that the storage has room for."""
+    _, _, first_key_ptr, num_seqs, _, _, num_tokens, max_seqlen_k = batch
+    room = _key_room(first_key_ptr, b, num_seqs, num_tokens, max_seqlen_k)
+    return gl.minimum(gl.where(b < num_seqs, shift, _BEFORE_ALL_KEYS), room - limit)
 
 
 @gluon.jit
 def _find_sequence(row, batch, BLOCK_B: gl.constexpr):
-    """Sequence of a row and the shift from its row to its position; one warp looks."""
-    cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, _, _ = batch
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    found_b = 0
-    found_shift = 0
-    for first_b in range(0, num_seqs + 1, BLOCK_B):
-        b = first_b + gl.arange(0, BLOCK_B, LANES)
-        start = gl.load(cu_seqlens_q_ptr + b, mask=b <= num_seqs, other=_LARGEST)
-        end = gl.load(cu_seqlens_q_ptr + b + 1, mask=b < num_seqs, other=_LARGEST)
-        seqused = gl.load(seqused_k_ptr + b, mask=b < num_seqs, other=0)
-        mine = (start <= row) & (row < end)
-        shift = gl.where(b < num_seqs, seqused - end, _BEFORE_ALL_KEYS)
-        found_b += gl.sum(gl.where(mine, b, 0), 0)
-        found_shift += gl.sum(gl.where(mine, shift, 0), 0)
-    return found_b, found_shift
+    """Sequence of a row and the shift from its row to its position; one warp looks.
+
+    First where the row is if every sequence has one.
+    """
+    cu_seqlens_q_ptr, seqused_k_ptr, _, num_seqs, _, row_end, _, _ = batch
+    found_b = gl.minimum(row, num_seqs)
+    start = gl.load(cu_seqlens_q_ptr + found_b)
+    found_end = gl.load(cu_seqlens_q_ptr + found_b + 1, mask=found_b < num_seqs, other=_LARGEST)
+    found_seqused = gl.load(seqused_k_ptr + found_b, mask=found_b < num_seqs, other=0)
+    if (row < start) | (row >= found_end):
+        LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        found_b = 0
+        found_end = 0
+        found_seqused = 0
+        for first_b in range(0, num_seqs + 1, BLOCK_B):
+            b = first_b + gl.arange(0, BLOCK_B, LANES)
+            starts = gl.load(cu_seqlens_q_ptr + b, mask=b <= num_seqs, other=_LARGEST)
+            ends = gl.load(cu_seqlens_q_ptr + b + 1, mask=b < num_seqs, other=_LARGEST)
+            seqused = gl.load(seqused_k_ptr + b, mask=b < num_seqs, other=0)
+            mine = (starts <= row) & (row < ends)
+            # One sequence has the row. Of several, which offsets that decrease make, any will do.
+            found_b = gl.maximum(found_b, gl.max(gl.where(mine, b, 0), 0))
+            found_end = gl.maximum(found_end, gl.max(gl.where(mine, ends, 0), 0))
+            found_seqused = gl.maximum(found_seqused, gl.max(gl.where(mine, seqused, 0), 0))
+    limit = gl.minimum(found_end, row_end)
+    return found_b, _bound_shift(found_b, found_seqused - found_end, limit, batch)
 
 
 @gluon.jit
@@ -77,7 +94,7 @@ def _tile_rows(tile, batch, tiles_per_seq, TILE_T: gl.constexpr):
 
     Every sequence has `tiles_per_seq` tiles, padding (sequence `num_seqs`) the others.
     """
-    cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, row_begin, row_end = batch
+    cu_seqlens_q_ptr, seqused_k_ptr, _, num_seqs, row_begin, row_end, _, _ = batch
     b = gl.minimum(tile // tiles_per_seq, num_seqs)
     start = gl.load(cu_seqlens_q_ptr + b)
     end = gl.load(cu_seqlens_q_ptr + b + 1, mask=b < num_seqs, other=_LARGEST)
@@ -85,7 +102,7 @@ def _tile_rows(tile, batch, tiles_per_seq, TILE_T: gl.constexpr):
     first = gl.minimum(gl.maximum(start, row_begin), row_end)
     first += (tile - b * tiles_per_seq) * TILE_T
     limit = gl.minimum(gl.minimum(gl.maximum(end, row_begin), row_end), first + TILE_T)
-    return b, first, limit, gl.where(b < num_seqs, seqused - end, _BEFORE_ALL_KEYS)
+    return b, first, limit, _bound_shift(b, seqused - end, limit, batch)
 
 
 @gluon.jit
@@ -98,25 +115,67 @@ def _load_ids(ids, rows, limit, slots, head_kv, TOPK: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch_pages(sources, b, position):
-    """Have the first 4096 entries of a sequence's page table fetched while its ids are on the way.
-
-    Without waiting, and into L2 alone: which entries are wanted, the ids will say.
-    """
-    _, _, block_table_ptr, stride_table_b, _, _ = sources
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    # One entry of every 128 bytes.
-    entry = gl.arange(0, 128, LANES) * 32
-    last = gl.maximum(position >> _log2(_BLOCK_SIZE), 0)
-    row_ptr = block_table_ptr + b.to(gl.int64) * stride_table_b
+def _prefetch(pointers):
+    """Have some lines fetched, into L2 alone, where they cannot become stale."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [row_ptr + gl.minimum(entry, last)],
+        [pointers],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def _guess(pointer):
+    """A number that a predecessor may still write, read past L1: for prefetches alone."""
+    return gl.load(pointer, cache_modifier=".cg")
+
+
+@gluon.jit
+def _prefetch_inputs(
+    queries,
+    ids,
+    sources,
+    place,
+    batch,
+    GROUP: gl.constexpr,
+    TOPK: gl.constexpr,
+    TILE_T: gl.constexpr,
+    PAGED: gl.constexpr,
+):
+    """What the tile will read before its first key, as far as that can be told beforehand.
+
+    It may be another sequence's, which costs a little time: no result depends on it.
+    """
+    q_ptr, stride_q_t, stride_q_h = queries
+    ids_ptr, stride_i_t, stride_i_h, _ = ids
+    _, _, block_table_ptr, stride_table_b, _ = sources
+    tile, tiles_per_seq, head_kv, _ = place
+    cu_seqlens_q_ptr, seqused_k_ptr, _, num_seqs, row_begin, row_end, num_tokens, longest = batch
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    row = row_begin + tile
+    b = gl.minimum(row, num_seqs - 1)
+    if TILE_T > 1:
+        b = gl.minimum(tile // tiles_per_seq, num_seqs - 1)
+        row = _guess(cu_seqlens_q_ptr + b) + (tile - b * tiles_per_seq) * TILE_T
+    if b >= 0:
+        lane = gl.arange(0, 32, LANES)
+        _prefetch(cu_seqlens_q_ptr + b + lane % 2)
+        _prefetch(seqused_k_ptr + b + 0 * lane)
+        t = gl.arange(0, _next_power_of_2(TILE_T * GROUP * 2, 32), LANES)
+        rows = gl.minimum(gl.maximum(row + t // (GROUP * 2), row_begin), row_end - 1).to(gl.int64)
+        head = (head_kv * GROUP + t // 2 % GROUP).to(gl.int64)
+        _prefetch(ids_ptr + rows * stride_i_t + head_kv.to(gl.int64) * stride_i_h)
+        _prefetch(q_ptr + rows * stride_q_t + head * stride_q_h + t % 2 * 64)
+        if PAGED:
+            # The first 4096 entries: one of every 128 bytes.
+            entry = gl.arange(0, 128, LANES) * 32
+            keys = gl.minimum(_guess(seqused_k_ptr + b), gl.minimum(num_tokens, longest))
+            if keys > 0:
+                entry = gl.minimum(entry, (keys - 1) >> _log2(_BLOCK_SIZE))
+                _prefetch(block_table_ptr + b.to(gl.int64) * stride_table_b + entry)
 
 
 @gluon.jit
@@ -152,12 +211,14 @@ def _list_blocks(
     """The union of the blocks that the tokens of a tile selected, over the lanes of one warp.
 
     Returns the sequence, the position of the first token, and per lane: whether it holds a block of
-    the union, how many lanes up to it do, the block, and the bits of the tokens that selected it.
+    the union, how many lanes up to it do, the block, its page (or 0), and the bits of the tokens
+    that selected it.
     """
     ENTRIES: gl.constexpr = _next_power_of_2(TILE_T * TOPK, 32)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    _, _, block_table_ptr, stride_table_b, num_pages = sources
     tile, tiles_per_seq, head_kv, _ = place
-    row_begin = batch[3]
+    row_begin = batch[4]
     e = gl.arange(0, ENTRIES, LANES)
     t = e // TOPK
     if TILE_T == 1:
@@ -169,17 +230,22 @@ def _list_blocks(
     else:
         b, first, limit, shift = _tile_rows(tile, batch, tiles_per_seq, TILE_T)
         block = _load_ids(ids, first + t, limit, e % TOPK, head_kv, TOPK)
+    position = first + t + shift
+    chosen = (block >= 0) & (block <= position >> _log2(_BLOCK_SIZE))
+    page = 0 * block
     if PAGED:
-        if b < batch[2]:
-            _prefetch_pages(sources, b, limit - 1 + shift)
-    chosen = (block >= 0) & (block <= (first + t + shift) >> _log2(_BLOCK_SIZE))
+        # Asked for before the list is made, which does not wait for them.
+        page = gl.load(
+            block_table_ptr + b.to(gl.int64) * stride_table_b + block, mask=chosen, other=0
+        )
+        page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
     members = chosen.to(gl.int32)
     if TILE_T > 1:
         members = _find_members(block, ids, first, limit, shift, head_kv, TOPK, TILE_T)
         # The first of those who selected a block brings it.
         chosen = chosen & ((members & ((1 << t) - 1)) == 0)
     rank = gl.associative_scan(chosen.to(gl.int32), 0, _add)
-    return b, first + shift, chosen, rank, block, members
+    return b, first + shift, chosen, rank, block, page, members
 
 
 @gluon.jit
@@ -197,17 +263,19 @@ def _read(ring, slot):
 @gluon.jit
 def _copy_parts(
     copied,
+    GROUP: gl.constexpr,
     TOPK: gl.constexpr,
     TILE_T: gl.constexpr,
     PAGED: gl.constexpr,
     PACKED: gl.constexpr,
     BLOCK_B: gl.constexpr,
+    PREFETCH: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """This split's share of the parts, then a part that nobody selected, which ends them."""
-    rings, ready, sources, ids, place, num_splits, batch = copied
+    rings, ready, queries, sources, ids, place, num_splits, batch = copied
     k_ring, v_ring, members_ring, last_ring, k_full, v_full, empty = rings
-    k_desc, v_desc, block_table_ptr, stride_table_b, num_pages, first_key_ptr = sources
+    k_desc, v_desc, _, _, _ = sources
     STAGES: gl.constexpr = k_ring.shape[0]
     PART: gl.constexpr = k_ring.shape[3]
     PARTS: gl.constexpr = _BLOCK_SIZE // PART
@@ -218,19 +286,16 @@ def _copy_parts(
     _load_async(k_desc, [0, 0, -PART, 0], ready, k_ring.index(STAGES - 1))
     _load_async(v_desc, [0, 0, -PART, 0], ready, v_ring.index(STAGES - 1))
     if PDL:
+        if PREFETCH:
+            _prefetch_inputs(queries, ids, sources, place, batch, GROUP, TOPK, TILE_T, PAGED)
         gdc_wait()
-    num_seqs = batch[2]
-    b, position, chosen, rank, block, members = _list_blocks(
+    first_key_ptr = batch[2]
+    b, position, chosen, rank, block, page, members = _list_blocks(
         ids, sources, place, batch, TOPK, TILE_T, PAGED, BLOCK_B
     )
-    if PAGED:
-        page = gl.load(
-            block_table_ptr + b.to(gl.int64) * stride_table_b + block, mask=chosen, other=0
-        )
-        page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
     first_key = gl.to_tensor(0)
     if first_key_ptr is not None:
-        first_key = gl.load(first_key_ptr + b, mask=b < num_seqs, other=0)
+        first_key = gl.load(first_key_ptr + b, mask=b < batch[3], other=0)
     parts = gl.sum(chosen.to(gl.int32), 0) * PARTS
     entry = block << TILE_T | members
     mbarrier.wait(ready, 0)
@@ -265,73 +330,65 @@ def _copy_parts(
 
 
 @gluon.jit
-def _release(empty, slot):
-    # One thread arrives for all four warps: none of them may still wait for this phase.
-    _barrier()
-    mbarrier.arrive(empty.index(slot), count=1)
-
-
-@gluon.jit
-def _clear_unseen(v_tile, keys, PIECE: gl.constexpr):
-    """Zero the values from row `keys` on: no key is there yet, and 0 x NaN would spoil the sum."""
-    ROWS: gl.constexpr = v_tile.shape[0]
-    DIM: gl.constexpr = v_tile.shape[1]
+def _load_queries(
+    q_tile,
+    queries,
+    place,
+    batch,
+    FIRST_T: gl.constexpr,
+    TILE_T: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Fill ``[(token, head), D]``; returns the tile's first and end row."""
+    q_ptr, stride_q_t, stride_q_h = queries
+    tile, tiles_per_seq, head_kv, _ = place
+    PAIRS: gl.constexpr = q_tile.shape[0]
+    DIM: gl.constexpr = q_tile.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    for first in gl.static_range(0, ROWS, PIECE):
-        if keys < first + PIECE:
-            piece = v_tile.slice(first, PIECE)
-            n = first + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT))
-            values = piece.load(LAYOUT)
-            seen = (n < keys)[:, None]
-            piece.store(gl.where(seen, values, gl.zeros([PIECE, DIM], values.dtype, LAYOUT)))
+    if TILE_T == 1:
+        first = batch[4] + tile
+        limit = first + 1
+    else:
+        _, first, limit, _ = _tile_rows(tile, batch, tiles_per_seq, TILE_T)
+    pair = gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
+    t = (first + FIRST_T + pair // GROUP)[:, None]
+    head = (head_kv * GROUP + pair % GROUP)[:, None]
+    d = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :]
+    q_ptrs = q_ptr + t.to(gl.int64) * stride_q_t + head.to(gl.int64) * stride_q_h + d
+    q_tile.store(gl.load(q_ptrs, mask=t < limit, other=0.0))
+    fence_async_shared()
+    _barrier()
+    return first, limit
 
 
 @gluon.jit
-def _attend_parts(attended, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr):
-    """One warpgroup: the queries of its tokens of the tile against the parts that they selected."""
+def _attend_columns(
+    attended,
+    WARPGROUP: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One warpgroup: its share of the tile's queries, as columns, against the tile's parts."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    rings, q_tiles, p_tiles, inputs, outputs, place, batch = attended
+    rings, q_tiles, p_tiles, queries, outputs, joined, place, softmax_scale, batch = attended
     k_ring, v_ring, members_ring, last_ring, k_full, v_full, empty = rings
-    q_ptr, stride_q_t, stride_q_h, softmax_scale = inputs
-    out_ptr, stride_o_s, stride_o_t, stride_o_h, lse_ptr, stride_l_s, stride_l_t, stride_l_h = (
-        outputs
-    )
-    tile, tiles_per_seq, head_kv, split = place
-    row_begin = batch[3]
     q_tile = q_tiles.index(WARPGROUP)
     p_tile = p_tiles.index(WARPGROUP)
     COLUMNS: gl.constexpr = q_tile.shape[0]
     DIM: gl.constexpr = q_tile.shape[1]
     TOKENS: gl.constexpr = COLUMNS // GROUP
-    TILE_T: gl.constexpr = q_tiles.shape[0] * TOKENS
     STAGES: gl.constexpr = k_ring.shape[0]
     PART: gl.constexpr = k_ring.shape[3]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 
-    if TILE_T == 1:
-        first = row_begin + tile
-        limit = first + 1
-    else:
-        _, first, limit, _ = _tile_rows(tile, batch, tiles_per_seq, TILE_T)
-    copy_column = gl.arange(0, COLUMNS, gl.SliceLayout(1, COPY))
-    copy_t = (first + WARPGROUP * TOKENS + copy_column // GROUP)[:, None]
-    copy_h = (head_kv * GROUP + copy_column % GROUP)[:, None]
-    copy_d = gl.arange(0, DIM, gl.SliceLayout(0, COPY))[None, :]
-    # [COLUMNS, DIM]
-    q = gl.load(
-        q_ptr + copy_t.to(gl.int64) * stride_q_t + copy_h.to(gl.int64) * stride_q_h + copy_d,
-        mask=copy_t < limit,
-        other=0.0,
+    first, limit = _load_queries(
+        q_tile, queries, place, batch, WARPGROUP * TOKENS, WARPGROUPS * TOKENS, GROUP
     )
-    q_tile.store(q)
-    fence_async_shared()
-    _barrier()
-
     column = gl.arange(0, COLUMNS, COLUMN)
     t = WARPGROUP * TOKENS + column // GROUP
     n = gl.arange(0, PART, ROW)
@@ -381,27 +438,215 @@ def _attend_parts(attended, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, PDL: g
 
     # [COLUMNS]
     weight_sum = gl.sum(weight_sums, 0)
+    o_ptrs, l_ptrs = _places(outputs, first + t, column % GROUP, place, batch, GROUP)
+    live = first + t < limit
     divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
     lse = gl.where(weight_sum > 0, (top + gl.log2(divisor)) * _LN_2, float("-inf"))
-    live = first + t < limit
-    row = (first + t - row_begin).to(gl.int64)
-    head = (head_kv * GROUP + column % GROUP).to(gl.int64)
-    split = split.to(gl.int64)
-    l_ptrs = lse_ptr + split * stride_l_s + row * stride_l_t + head * stride_l_h
     gl.store(l_ptrs, lse, mask=live)
-    o_ptrs = out_ptr + split * stride_o_s + row * stride_o_t + head * stride_o_h
-    d = gl.arange(0, DIM, ROW)
+    o_ptrs = o_ptrs[None, :] + gl.arange(0, DIM, ROW)[:, None]
     out = acc * (1.0 / divisor)[None, :]
-    gl.store(o_ptrs[None, :] + d[:, None], out.to(out_ptr.dtype.element_ty), mask=live[None, :])
+    gl.store(o_ptrs, out.to(outputs[0].dtype.element_ty), mask=live[None, :])
+    if joined[0] is not None:
+        _join_if_last(
+            outputs, joined, place, batch, first + WARPGROUP * TOKENS, limit, WARPGROUP, WARPGROUPS,
+            GROUP, DIM, TOKENS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _attend_rows(attended, WARPGROUP: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr):
+    """One warpgroup: the 64 queries of a tile of four tokens, as rows, against the tile's parts."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    rings, q_tiles, _, queries, outputs, joined, place, softmax_scale, batch = attended
+    k_ring, v_ring, members_ring, last_ring, k_full, v_full, empty = rings
+    q_tile = q_tiles.index(WARPGROUP)
+    ROWS: gl.constexpr = q_tile.shape[0]
+    DIM: gl.constexpr = q_tile.shape[1]
+    TOKENS: gl.constexpr = ROWS // GROUP
+    STAGES: gl.constexpr = k_ring.shape[0]
+    PART: gl.constexpr = k_ring.shape[3]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+
+    first, limit = _load_queries(q_tile, queries, place, batch, 0, TOKENS, GROUP)
+    row = gl.arange(0, ROWS, ROW)
+    t = row // GROUP
+    n = gl.arange(0, PART, gl.SliceLayout(0, LOGITS))
+    scale = softmax_scale * _LOG2_E
+    # Finite, so that a row without keys so far needs no case of its own.
+    top = gl.full([ROWS], _LOWEST, gl.float32, ROW)
+    weight_sum = gl.zeros([ROWS], gl.float32, ROW)
+    # [ROWS, DIM]
+    acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
+    slot = 0
+    phase = 0
+    mbarrier.wait(k_full.index(slot), phase)
+    members = _read(members_ring, slot)
+    while members != 0:
+        last = _read(last_ring, slot)
+        k_tile = k_ring.index(slot).reshape([PART, DIM])
+        zeros = gl.zeros([ROWS, PART], gl.float32, LOGITS)
+        # [ROWS, PART]
+        logits = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        # The last key that each row sees.
+        lasts = gl.where(((members >> t) & 1) != 0, last + t, -1)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        logits = gl.where(n[None, :] <= lasts[:, None], logits * scale, float("-inf"))
+        new_top = gl.maximum(top, gl.max(logits, 1))
+        decay = gl.exp2(top - new_top)
+        weights = gl.exp2(logits - new_top[:, None])
+        weight_sum = weight_sum * decay + gl.sum(weights, 1)
+        top = new_top
+        acc = acc * gl.convert_layout(decay, ACC_ROW)[:, None]
+        weights = gl.convert_layout(weights.to(v_ring.dtype), WEIGHTS)
+        mbarrier.wait(v_full.index(slot), phase)
+        v_tile = v_ring.index(slot).reshape([PART, DIM])
+        if last + (limit - first) < PART:
+            _clear_unseen(v_tile, last + (limit - first), 32)
+            fence_async_shared()
+            _barrier()
+        acc = warpgroup_mma(weights, v_tile, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        _release(empty, slot)
+        slot, phase = _next_slot(slot, phase, STAGES)
+        mbarrier.wait(k_full.index(slot), phase)
+        members = _read(members_ring, slot)
+
+    o_ptrs, l_ptrs = _places(outputs, first + t, row % GROUP, place, batch, GROUP)
+    live = first + t < limit
+    divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
+    lse = gl.where(weight_sum > 0, (top + gl.log2(divisor)) * _LN_2, float("-inf"))
+    gl.store(l_ptrs, lse, mask=live)
+    share = gl.convert_layout(1.0 / divisor, ACC_ROW)
+    acc_row = gl.arange(0, ROWS, ACC_ROW)
+    acc_t = first + acc_row // GROUP
+    o_ptrs, _ = _places(outputs, acc_t, acc_row % GROUP, place, batch, GROUP)
+    o_ptrs = o_ptrs[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, ACC))[None, :]
+    out = acc * share[:, None]
+    gl.store(o_ptrs, out.to(outputs[0].dtype.element_ty), mask=(acc_t < limit)[:, None])
+    if joined[0] is not None:
+        _join_if_last(outputs, joined, place, batch, first, limit, 0, 1, GROUP, DIM, TOKENS)
+
+
+@gluon.jit
+def _places(outputs, token, group_head, place, batch, GROUP: gl.constexpr):
+    """Where this split's results of some tokens and heads of the group go: outputs, and lse."""
+    out_ptr, stride_o_s, stride_o_t, stride_o_h, lse_ptr, stride_l_s, stride_l_t, stride_l_h = (
+        outputs
+    )
+    _, _, head_kv, split = place
+    row = (token - batch[4]).to(gl.int64)
+    head = (head_kv * GROUP + group_head).to(gl.int64)
+    split = split.to(gl.int64)
+    o_ptrs = out_ptr + split * stride_o_s + row * stride_o_t + head * stride_o_h
+    return o_ptrs, lse_ptr + split * stride_l_s + row * stride_l_t + head * stride_l_h
+
+
+@gluon.jit
+def _join_if_last(
+    outputs,
+    joined,
+    place,
+    batch,
+    first,
+    limit,
+    WARPGROUP: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    TOKENS: gl.constexpr,
+):
+    """Join all splits' results of a warpgroup's queries if this one's came last, in fixed order.
+
+    Tickets say who is the last: it leaves 0 behind, as it found it.
+    """
+    counters_ptr, num_splits, HEADS_KV, final = joined
+    tile, _, head_kv, _ = place
+    out_ptr, stride_o_t, stride_o_h, lse_ptr, stride_l_t, stride_l_h = final
+    counter_ptr = counters_ptr + (tile * HEADS_KV + head_kv) * WARPGROUPS + WARPGROUP
+    # All threads have stored, then one of them publishes that for all.
+    _barrier()
+    ticket = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    if ticket == num_splits - 1:
+        gl.store(counter_ptr, 0)
+        PAIRS: gl.constexpr = TOKENS * GROUP
+        # Loads in flight, of 16 bytes each.
+        AT_ONCE: gl.constexpr = max(1, 64 // PAIRS)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([AT_ONCE, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+        SPLIT_PAIR: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+        PAIR: gl.constexpr = gl.SliceLayout(0, SPLIT_PAIR)
+        s = gl.arange(0, AT_ONCE, gl.SliceLayout(1, SPLIT_PAIR))
+        pair = gl.arange(0, PAIRS, PAIR)
+        d = gl.arange(0, DIM, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+        token = first + pair // GROUP
+        head = (head_kv * GROUP + pair % GROUP).to(gl.int64)
+        live = token < limit
+        part_out_ptr, stride_po_s, stride_po_t, stride_po_h = (
+            outputs[0], outputs[1], outputs[2], outputs[3],
+        )  # fmt: skip
+        part_lse_ptr, stride_pl_s, stride_pl_t, stride_pl_h = (
+            outputs[4], outputs[5], outputs[6], outputs[7],
+        )  # fmt: skip
+        row = (token - batch[4]).to(gl.int64)
+        # [PAIRS]
+        po_ptrs = part_out_ptr + row * stride_po_t + head * stride_po_h
+        pl_ptrs = part_lse_ptr + row * stride_pl_t + head * stride_pl_h
+        top = gl.full([PAIRS], _LOWEST, gl.float32, PAIR)
+        total = gl.zeros([PAIRS], gl.float32, PAIR)
+        acc = gl.zeros([PAIRS, DIM], gl.float32, gl.SliceLayout(0, LAYOUT))
+        for first_split in range(0, num_splits, AT_ONCE):
+            splits = first_split + s
+            mask = (splits < num_splits)[:, None] & live[None, :]
+            offsets = splits.to(gl.int64)[:, None]
+            # [AT_ONCE, PAIRS]
+            lses = gl.load(
+                pl_ptrs[None, :] + offsets * stride_pl_s,
+                mask=mask,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            o_ptrs = po_ptrs[None, :] + offsets * stride_po_s
+            # [AT_ONCE, PAIRS, DIM]
+            outs = gl.load(
+                o_ptrs[:, :, None] + d[None, None, :],
+                mask=mask[:, :, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_top = gl.maximum(top, gl.max(lses, 0))
+            decay = gl.exp2((top - new_top) * _LOG2_E)
+            shares = gl.exp2((lses - new_top[None, :]) * _LOG2_E)
+            total = total * decay + gl.sum(shares, 0)
+            decay = gl.convert_layout(decay, gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT)))
+            acc = acc * decay[:, None] + gl.sum(outs * shares[:, :, None], 0)
+            top = new_top
+        divisor = gl.where(total > 0, total, 1.0)
+        lse = gl.where(total > 0, top + gl.log2(divisor) * _LN_2, float("-inf"))
+        gl.store(lse_ptr + row * stride_l_t + head * stride_l_h, lse, mask=live)
+        OUT_PAIR: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))
+        share = gl.convert_layout(1.0 / divisor, OUT_PAIR)
+        o_ptrs = gl.convert_layout(out_ptr + row * stride_o_t + head * stride_o_h, OUT_PAIR)
+        out = acc * share[:, None]
+        d = gl.arange(0, DIM, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+        gl.store(
+            o_ptrs[:, None] + d[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=gl.convert_layout(live, OUT_PAIR)[:, None],
+        )
 
 
 @gluon.jit(
     do_not_specialize=[
-        "stride_o_s", "stride_l_s", "stride_table_b", "num_seqs", "num_pages", "row_begin",
-        "row_end", "num_splits", "tiles_per_seq",
+        "stride_o_s", "stride_l_s", "stride_table_b", "num_seqs", "num_pages", "num_tokens",
+        "max_seqlen_k", "row_begin", "row_end", "num_splits", "tiles_per_seq",
     ],
     do_not_specialize_on_alignment=[
-        "cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr",
+        "counters_ptr", "cu_seqlens_q_ptr", "seqused_k_ptr", "block_table_ptr", "first_key_ptr",
     ],
 )  # fmt: skip
 def _sparse_attention_decode_kernel(
@@ -411,6 +656,9 @@ def _sparse_attention_decode_kernel(
     ids_ptr,
     out_ptr,
     lse_ptr,
+    counters_ptr,
+    final_out_ptr,
+    final_lse_ptr,
     cu_seqlens_q_ptr,
     seqused_k_ptr,
     block_table_ptr,
@@ -427,9 +675,15 @@ def _sparse_attention_decode_kernel(
     stride_l_s,
     stride_l_t,
     stride_l_h,
+    stride_fo_t,
+    stride_fo_h,
+    stride_fl_t,
+    stride_fl_h,
     stride_table_b,
     num_seqs,
     num_pages,
+    num_tokens,
+    max_seqlen_k,
     row_begin,
     row_end,
     num_splits,
@@ -442,7 +696,9 @@ def _sparse_attention_decode_kernel(
     PACKED: gl.constexpr,
     BLOCK_B: gl.constexpr,
     STAGES: gl.constexpr,
+    AS_ROWS: gl.constexpr,
     WARPGROUPS: gl.constexpr,
+    PREFETCH: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """A tile and one KV head against one split's share of the blocks that the tile selected.
@@ -457,15 +713,17 @@ def _sparse_attention_decode_kernel(
     split = gl.program_id(0) % programs_per_tile // HEADS_KV
     PART: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = k_desc.block_type.shape[3]
-    COLUMNS: gl.constexpr = TILE_T * GROUP // WARPGROUPS
+    PAIRS: gl.constexpr = TILE_T * GROUP // WARPGROUPS
+    # Weights as rows stay in registers.
+    P_PAIRS: gl.constexpr = 16 if AS_ROWS else PAIRS
     dtype: gl.constexpr = k_desc.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, DIM], dtype)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, PART], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PAIRS, DIM], dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([P_PAIRS, PART], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, PART, DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, PART, DIM], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, COLUMNS, DIM], q_layout)
-    p_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, COLUMNS, PART], p_layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, PAIRS, DIM], q_layout)
+    p_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS, P_PAIRS, PART], p_layout)
     members_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
     last_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -479,23 +737,39 @@ def _sparse_attention_decode_kernel(
         mbarrier.init(empty.index(i), count=WARPGROUPS)
     fence_async_shared()
     rings = (k_ring, v_ring, members_ring, last_ring, k_full, v_full, empty)
-    batch = (cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, row_begin, row_end)
-    inputs = (q_ptr, stride_q_t, stride_q_h, softmax_scale)
+    batch = (
+        cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, num_seqs, row_begin, row_end, num_tokens,
+        max_seqlen_k,
+    )  # fmt: skip
+    queries = (q_ptr, stride_q_t, stride_q_h)
     outputs = (
         out_ptr, stride_o_s, stride_o_t, stride_o_h, lse_ptr, stride_l_s, stride_l_t, stride_l_h,
     )  # fmt: skip
+    final = (final_out_ptr, stride_fo_t, stride_fo_h, final_lse_ptr, stride_fl_t, stride_fl_h)
+    joined = (counters_ptr, num_splits, HEADS_KV, final)
     ids = (ids_ptr, stride_i_t, stride_i_h, stride_i_k)
-    sources = (k_desc, v_desc, block_table_ptr, stride_table_b, num_pages, first_key_ptr)
+    sources = (k_desc, v_desc, block_table_ptr, stride_table_b, num_pages)
     place = (tile, tiles_per_seq, head_kv, split)
-    copied = (rings, ready, sources, ids, place, num_splits, batch)
-    attended = (rings, q_tiles, p_tiles, inputs, outputs, place, batch)
+    copied = (rings, ready, queries, sources, ids, place, num_splits, batch)
+    attended = (
+        rings, q_tiles, p_tiles, queries, outputs, joined, place, softmax_scale, batch
+    )  # fmt: skip
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
-    if WARPGROUPS == 1:
+    if AS_ROWS:
         gl.warp_specialize(
             [
-                (_attend_parts, (attended, W0, GROUP, PDL)),
-                (_copy_parts, (copied, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, PDL)),
+                (_attend_rows, (attended, W0, GROUP, PDL)),
+                (_copy_parts, (copied, GROUP, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, PREFETCH, PDL)),
+            ],
+            worker_num_warps=[1],
+            worker_num_regs=[88],
+        )
+    elif WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_columns, (attended, W0, WARPGROUPS, GROUP, PDL)),
+                (_copy_parts, (copied, GROUP, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, PREFETCH, PDL)),
             ],
             worker_num_warps=[1],
             worker_num_regs=[88],
@@ -503,9 +777,9 @@ def _sparse_attention_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend_parts, (attended, W0, GROUP, PDL)),
-                (_attend_parts, (attended, W1, GROUP, PDL)),
-                (_copy_parts, (copied, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, PDL)),
+                (_attend_columns, (attended, W0, WARPGROUPS, GROUP, PDL)),
+                (_attend_columns, (attended, W1, WARPGROUPS, GROUP, PDL)),
+                (_copy_parts, (copied, GROUP, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, PREFETCH, PDL)),
             ],
             worker_num_warps=[4, 1],
             worker_num_regs=[160, 96],
