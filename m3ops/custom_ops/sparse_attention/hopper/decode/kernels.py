@@ -763,7 +763,7 @@ def _sparse_attention_decode_kernel(
                 (_copy_parts, (copied, GROUP, TOPK, TILE_T, PAGED, PACKED, BLOCK_B, PREFETCH, PDL)),
             ],
             worker_num_warps=[1],
-            worker_num_regs=[88],
+            worker_num_regs=[96],
         )
     elif WARPGROUPS == 1:
         gl.warp_specialize(
