@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What :class:`GemmaRMSNorm` computes of ``[..., dim]``, with `weight` ``[dim]``."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = 1.0 + weight.to(wide.dtype)
+    return F.rms_norm(wide, scale.shape, scale, eps).to(x.dtype)
 
 
 class GemmaRMSNorm(nn.Module):
@@ -35,9 +43,7 @@ class GemmaRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., dim]`` -> the same shape and dtype, rounded once, at the end."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
+        return gemma_rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -57,17 +57,25 @@ class RotaryEmbedding(nn.Module):
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first channels of every head; channel ``i`` pairs with ``i + dim / 2``.
 
+    Outside of compiled code, and where no gradient needs `x`, it is overwritten: a large one is
+    copied for longer than it is rotated.
+
     Args:
-        x: ``[T, H, D]``.
-        cos: ``[T, dim]``, of which at most ``D`` channels are used.
+        x: ``[..., H, D]``.
+        cos: ``[..., dim]``, of which at most ``D`` channels are used.
         sin: like `cos`.
 
     Returns:
-        ``[T, H, D]`` in the dtype of `x`.
+        ``[..., H, D]`` in the dtype of `x`; maybe `x` itself.
     """
     dim = min(cos.shape[-1], x.shape[-1])
-    cos, sin = (table[:, None, :dim].to(x.dtype) for table in (cos, sin))
-    rotated, passed = x[..., :dim], x[..., dim:]
-    first, second = rotated.chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    return torch.cat((rotated * cos + turned * sin, passed), -1)
+    first, second = x[..., :dim].chunk(2, -1)
+    (cos_first, cos_second), (sin_first, sin_second) = (
+        table[..., None, :dim].chunk(2, -1) for table in (cos, sin)
+    )
+    turned = first * cos_first - second * sin_first, second * cos_second + first * sin_second
+    if x.requires_grad or torch.compiler.is_compiling():
+        return torch.cat([part.to(x.dtype) for part in (*turned, x[..., dim:])], -1)
+    for part, values in zip((first, second), turned, strict=True):
+        part.copy_(values)
+    return x

@@ -42,7 +42,7 @@ CHUNK_ROWS, MIN_CHUNK_ROWS = 2048, 1024
 MIN_ROWS = 2048
 """Fewer tokens leave the lists too short."""
 
-MIN_SPREAD = 8
+MIN_SPREAD = 6
 """Contexts of no more than so many times K blocks stay with the unions, which hold few of them."""
 
 MAX_TOPK = 32
