@@ -173,7 +173,7 @@ def launches(geometry: Geometry, dtype: torch.dtype) -> Iterator[tuple[str, Call
     for what, tokens, seqs, longest, splits in (
         ("decode", 64, 64, 1, 0),
         ("decode alone", 1, 1, 1, 8),
-        ("speculative", 16, 4, 4, 0),
+        ("decode in splits", 16, 16, 1, 0),
         ("prefill", 4096, 1, 4096, 0),
     ):
         sizes = {"paged": (_PAGES,), "packed": (keys,), "batched": (seqs, keys)}[layout]

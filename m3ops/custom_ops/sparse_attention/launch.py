@@ -43,6 +43,12 @@ __all__ = ["launch_sparse_attention", "launch_sparse_attention_backward"]
 KV_MAJOR_COST = 15
 """Time of the KV-major road for a block and half a tile's tokens, in eighths of a union's step."""
 
+MAX_LONE_QUERIES = 4
+"""Rows of a sequence that go one by one on Hopper, whose kernel for them is faster than tiles.
+
+Measured with 4: L2 serves the blocks that such neighbours share.
+"""
+
 
 class _Inputs(NamedTuple):
     q: Tensor
@@ -146,8 +152,7 @@ def launch_sparse_attention(
 ) -> None:
     """Decode rows one by one in splits, others in tiles of neighbours that share their blocks.
 
-    On Hopper, decode rows of one sequence share blocks too. A fixed number of splits asks for bits
-    that do not depend on the batch: all rows go one by one.
+    A fixed number of splits asks for bits that do not depend on the batch: all rows go one by one.
     """
     check_sizes("sparse_attention", q.dtype, batch.block_size, **{"head dim": q.shape[2]})
     inputs = _Inputs(q, k, v, block_ids, batch, softmax_scale)
@@ -162,7 +167,7 @@ def launch_sparse_attention(
     entries_fit = batch.num_block_columns <= 2 ** (31 - tile_t)
     if tile_t < 2 or num_splits > 0 or softmax_scale <= 0 or not entries_fit:
         one_by_one = rows
-    elif hopper is not None and _tiles_fill(inputs, hopper.MAX_DECODE_TILE_T):
+    elif hopper is not None and _tiles_fill(inputs):
         one_by_one = 0
     else:
         one_by_one = decode_rows(batch, rows)
@@ -239,13 +244,13 @@ def _attend_tiles(
             )  # fmt: skip
 
 
-def _tiles_fill(inputs: _Inputs, max_decode_tile_t: int) -> bool:
-    """Whether speculative rows, more than a decode tile has, are worth tiles as of a prompt."""
+def _tiles_fill(inputs: _Inputs) -> bool:
+    """Whether speculative rows are worth a tile per sequence, which reads shared blocks once."""
     queries = inputs.batch.max_seqlen_q
-    if queries > MAX_DECODE_QUERIES:
+    if not MAX_LONE_QUERIES < queries <= MAX_DECODE_QUERIES:
         return False
-    tiles = inputs.q.shape[0] // max(1, queries) * inputs.heads_kv
-    return queries > max_decode_tile_t and 3 * tiles >= num_multiprocessors(inputs.q.device)
+    tiles = inputs.q.shape[0] // queries * inputs.heads_kv
+    return 3 * tiles >= num_multiprocessors(inputs.q.device)
 
 
 def _hopper(inputs: _Inputs) -> Any:

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from ....batch import PACKED, PAGED, Batch
 from ...common.launch import fetchable, run, supports_hopper
-from .decode.launch import MAX_DECODE_TILE_T, attend_decode_rows
+from .decode.launch import attend_decode_rows
 from .descriptors import key_descriptor
 from .kernels import _sparse_attention_hopper_kernel
 from .kv_major.launch import allocate_lists, launch_kv_major
 
 __all__ = [
-    "MAX_DECODE_TILE_T",
     "TILE_T",
     "allocate_lists",
     "attend_decode_rows",

@@ -3,59 +3,42 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .....batch import PACKED, PAGED, Batch
-from ....common.launch import MAX_DECODE_QUERIES, launch, layout_args, num_multiprocessors
+from ....common.launch import launch, layout_args, num_multiprocessors
 from ...merge import allocate_parts, launch_merge
 from ..descriptors import key_descriptor
-from .counters import take_counters
+from .join.counters import take_counters
 from .kernels import _sparse_attention_decode_kernel
 
 GROUP, BLOCK_SIZE = 16, 128
-"""The one geometry: heads times tokens are the columns of a product, keys of a part its rows."""
+"""The one geometry: heads of a group are the columns of a product, keys of a part its rows."""
 
 BLOCK_B = 128
 """Sequences that one step of the search for a row's sequence looks at."""
 
-MAX_DECODE_TILE_T = 4
-"""Tokens of a tile at most."""
+PART, STAGES, MAX_REGISTERS = 64, 3, 128
+"""Keys that are fetched as one, such parts in flight, and registers of a thread.
 
-PREFETCH = True
-"""Whether a program has its first inputs fetched while it waits for its predecessor."""
+Two programs fit on a multiprocessor: with more of them than those, one starts while one ends.
+"""
 
-MAX_JOINED_SPLITS = 8
-"""Splits that the program that comes last joins; for more, a kernel has more programs to do it."""
+MAX_JOINED_SPLITS = 4
+"""Splits that the program that comes last joins: 4 are faster so, 8 in the kernel that merges."""
 
 MAX_PART_SPLITS = 32
 """Splits of which each may have less than a block."""
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """Keys that are fetched as one, how many such parts are in flight, and what a program needs.
-
-    `num_programs` are wanted on each multiprocessor where there is work enough to choose.
-    """
-
-    part: int
-    stages: int
-    max_registers: int
-    # Whether queries are the rows of the products, which takes 64 of them, and not the columns.
-    as_rows: bool = False
-    warpgroups: int = 1
-    num_programs: int = 1
 
 
 class Joined(NamedTuple):
     """Where splits are joined by the program that comes last.
 
     Attributes:
-        counters: int32, 0 before and after, one for each tile, KV head and warpgroup.
+        counters: int32, 0 before and after, one for each row and KV head.
         out: ``[rows, Hq, D]``.
         lse: float32 ``[rows, Hq]``.
     """
@@ -65,47 +48,15 @@ class Joined(NamedTuple):
     lse: Tensor
 
 
-CONFIGS = {
-    # Two programs share a multiprocessor, where there are so many: one starts while one ends.
-    1: DecodeConfig(64, 3, 128),
-    2: DecodeConfig(64, 3, 128),
-    4: DecodeConfig(64, 5, 168, as_rows=True),
-}
-"""By tokens of a tile."""
-
-
-def decode_tile_tokens(batch: Batch, rows: int) -> int:
-    """Tokens of a tile: one, unless all sequences have few of them, which share blocks."""
-    # A bound as large as the batch says nothing about its sequences.
-    unknown = batch.max_seqlen_q >= rows and batch.num_seqs > 1
-    if unknown or batch.max_seqlen_q > MAX_DECODE_QUERIES:
-        return 1
-    return min(MAX_DECODE_TILE_T, 1 << max(0, batch.max_seqlen_q - 1).bit_length())
-
-
-def _tiles_per_sequence(batch: Batch, tile_t: int) -> int:
-    return max(1, -(-batch.max_seqlen_q // tile_t))
-
-
-def num_decode_tiles(batch: Batch, tile_t: int, rows: int) -> int:
-    """Tiles of some rows; with several tokens, those after the sequences' take the padding."""
-    if tile_t == 1:
-        return rows
-    return batch.num_seqs * _tiles_per_sequence(batch, tile_t) + -(-rows // tile_t)
-
-
 def most_decode_splits(topk: int) -> int:
-    """A split per part, unless those are more than a program can well join."""
-    return max(topk, min(topk * BLOCK_SIZE // CONFIGS[1].part, MAX_PART_SPLITS))
+    """A split per part, unless those are more than can well be joined."""
+    return max(topk, min(topk * BLOCK_SIZE // PART, MAX_PART_SPLITS))
 
 
-def choose_decode_splits(
-    rows: int, heads_kv: int, topk: int, batch: Batch, tile_t: int, device: torch.device
-) -> int:
-    """As many programs as the device runs at once, as near as that goes."""
-    tiles = rows if tile_t == 1 else batch.num_seqs * _tiles_per_sequence(batch, tile_t)
-    slots = CONFIGS[tile_t].num_programs * num_multiprocessors(device)
-    return max(1, min(most_decode_splits(topk), slots // max(1, tiles * heads_kv)))
+def choose_decode_splits(rows: int, heads_kv: int, topk: int, device: torch.device) -> int:
+    """A program per multiprocessor, as near as that goes."""
+    programs = max(1, rows * heads_kv)
+    return max(1, min(most_decode_splits(topk), num_multiprocessors(device) // programs))
 
 
 def attend_decode_rows(
@@ -121,17 +72,13 @@ def attend_decode_rows(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """The first `rows` rows, alone or with their neighbours, in one pass or in splits.
-
-    A fixed number of splits asks for bits that do not depend on the batch: every row goes alone.
-    """
+    """The first `rows` rows, in one pass or in splits that the last program or a kernel joins."""
     heads_kv, topk = block_ids.shape[1:]
-    tile_t = 1 if num_splits > 0 else decode_tile_tokens(batch, rows)
     if num_splits == 0:
-        num_splits = choose_decode_splits(rows, heads_kv, topk, batch, tile_t, q.device)
+        num_splits = choose_decode_splits(rows, heads_kv, topk, q.device)
     num_splits = min(num_splits, most_decode_splits(topk))
     attend = functools.partial(
-        launch_hopper_decode, q, k, v, block_ids, batch, softmax_scale, tile_t, num_splits
+        launch_hopper_decode, q, k, v, block_ids, batch, softmax_scale, num_splits
     )
     if num_splits == 1:
         attend(0, rows, out[None, :rows], lse[None, :rows])
@@ -143,8 +90,7 @@ def attend_decode_rows(
         parts = partial_out[:, : end - begin], partial_lse[:, : end - begin]
         results = out[begin:end], lse[begin:end]
         if num_splits <= MAX_JOINED_SPLITS:
-            tiles = num_decode_tiles(batch, tile_t, end - begin)
-            counters = take_counters(tiles * heads_kv * CONFIGS[tile_t].warpgroups, q.device)
+            counters = take_counters((end - begin) * heads_kv, q.device)
             attend(begin, end, *parts, Joined(counters, *results))
         else:
             attend(begin, end, *parts)
@@ -158,7 +104,6 @@ def launch_hopper_decode(
     block_ids: Tensor,
     batch: Batch,
     softmax_scale: float,
-    tile_t: int,
     num_splits: int,
     begin: int,
     end: int,
@@ -170,13 +115,9 @@ def launch_hopper_decode(
 
     Args:
         q, k, v, block_ids, batch, softmax_scale: as the op has them.
-        tile_t: tokens that share the blocks they read, 1, 2 or 4; above 1, no sequence may have
-            more than ``max_seqlen_q`` rows.
-        joined: where the splits are joined by whichever program comes last, if they are.
+        joined: where the program that comes last joins the splits, if one does.
     """
-    config = CONFIGS[tile_t]
     heads_kv, topk = block_ids.shape[1:]
-    tiles = num_decode_tiles(batch, tile_t, end - begin)
     counters, final_out, final_lse = joined or (None, None, None)
     arguments: dict[str, Any] = layout_args(batch, k)
     layout = arguments.pop("LAYOUT")
@@ -184,11 +125,11 @@ def launch_hopper_decode(
     arguments["BLOCK_B"] = BLOCK_B
     launch(
         _sparse_attention_decode_kernel,
-        (tiles * heads_kv * num_splits,),
+        ((end - begin) * heads_kv * num_splits,),
         q.device,
         q_ptr=q,
-        k_desc=key_descriptor(k, batch, config.part),
-        v_desc=key_descriptor(v, batch, config.part),
+        k_desc=key_descriptor(k, batch, PART),
+        v_desc=key_descriptor(v, batch, PART),
         ids_ptr=block_ids,
         out_ptr=out,
         lse_ptr=lse,
@@ -214,18 +155,14 @@ def launch_hopper_decode(
         row_begin=begin,
         row_end=end,
         num_splits=num_splits,
-        tiles_per_seq=_tiles_per_sequence(batch, tile_t),
         HEADS_KV=heads_kv,
         GROUP=GROUP,
         TOPK=topk,
-        TILE_T=tile_t,
         PAGED=layout == PAGED,
         PACKED=layout == PACKED,
-        STAGES=config.stages,
-        AS_ROWS=config.as_rows,
-        WARPGROUPS=config.warpgroups,
-        PREFETCH=PREFETCH,
+        STAGES=STAGES,
+        MAX_JOINED_SPLITS=MAX_JOINED_SPLITS,
         num_warps=4,
-        maxnreg=config.max_registers,
+        maxnreg=MAX_REGISTERS,
         **arguments,
     )
