@@ -167,7 +167,7 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def launches(geometry: Geometry, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every launcher that depends on a geometry: some decode rows, one alone, and a prompt."""
+    """Every launcher that depends on a geometry: decode rows, many, one and few, and a prompt."""
     layout, heads_q, heads_kv, dim, block_size, topk = geometry
     keys = _PAGES * block_size
     for what, tokens, seqs, longest, splits in (

@@ -27,7 +27,7 @@ def _join_if_last(
 
     Tickets say who is the last: it leaves 0 behind, as it found it.
     """
-    outs, lses = outputs
+    outs_ptr, stride_s, stride_t, stride_h = outputs[0]
     counters_ptr, counter, num_splits, final_out, final_lse = joined
     _, out_row, head_kv, split = place
     # All threads have stored, then one of them publishes that for all.
@@ -35,7 +35,8 @@ def _join_if_last(
     ticket = gl.atomic_add(counters_ptr + counter, 1, sem="acq_rel", scope="gpu")
     if ticket == num_splits - 1:
         gl.store(counters_ptr + counter, 0)
-        # All loads are in flight at once, of 16 bytes each.
+        # All loads are in flight at once, of 16 bytes each: splits lie whole heads apart.
+        outs = (outs_ptr, stride_s // DIM * DIM, stride_t, stride_h)
         LAYOUT: gl.constexpr = gl.BlockedLayout(
             [MAX_JOINED_SPLITS, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]
         )
@@ -46,7 +47,7 @@ def _join_if_last(
         d = gl.arange(0, DIM, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
         # [MAX_JOINED_SPLITS, GROUP]
         o_ptrs = _place(outs, s[:, None], out_row, head[None, :])
-        l_ptrs = _place(lses, s[:, None], out_row, head[None, :])
+        l_ptrs = _place(outputs[1], s[:, None], out_row, head[None, :])
         mask = (s < num_splits)[:, None]
         lse = gl.load(l_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
         # [MAX_JOINED_SPLITS, GROUP, DIM]
