@@ -166,12 +166,13 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def launches(geometry: Geometry, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every launcher that depends on a geometry: some decode rows, one alone, and a prompt."""
+    """Every launcher that depends on a geometry: decode rows, many, one and few, and a prompt."""
     layout, heads_q, heads_kv, dim, block_size, topk = geometry
     keys = _PAGES * block_size
     for what, tokens, seqs, longest, splits in (
         ("decode", 64, 64, 1, 0),
         ("decode alone", 1, 1, 1, 8),
+        ("decode in splits", 16, 16, 1, 0),
         ("prefill", 4096, 1, 4096, 0),
     ):
         sizes = {"paged": (_PAGES,), "packed": (keys,), "batched": (seqs, keys)}[layout]

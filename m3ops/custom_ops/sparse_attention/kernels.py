@@ -190,8 +190,9 @@ def _sparse_attention_merge_kernel(
 ):
     """Join the splits of one head of one row by their lse. Limit: memory bandwidth."""
     if PDL:
-        gdc_wait()
+        # Its predecessor, which wrote the splits, has waited for all before it.
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     s = tl.arange(0, BLOCK_S)

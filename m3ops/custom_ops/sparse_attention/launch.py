@@ -31,10 +31,10 @@ from ..common.launch import (
 )
 from .kernels import (
     _sparse_attention_kernel,
-    _sparse_attention_merge_kernel,
     _sparse_attention_tile_kernel,
     _sparse_attention_union_kernel,
 )
+from .merge import allocate_parts, launch_merge
 from .reference import sparse_attention_backward_reference as launch_sparse_attention_backward
 
 __all__ = ["launch_sparse_attention", "launch_sparse_attention_backward"]
@@ -42,6 +42,12 @@ __all__ = ["launch_sparse_attention", "launch_sparse_attention_backward"]
 
 KV_MAJOR_COST = 15
 """Time of the KV-major road for a block and half a tile's tokens, in eighths of a union's step."""
+
+MAX_LONE_QUERIES = 4
+"""Rows of a sequence that go one by one on Hopper, whose kernel for them is faster than tiles.
+
+Measured with 4: L2 serves the blocks that such neighbours share.
+"""
 
 
 class _Inputs(NamedTuple):
@@ -166,7 +172,10 @@ def launch_sparse_attention(
     else:
         one_by_one = decode_rows(batch, rows)
     if one_by_one > 0:
-        _attend_rows(inputs, num_splits, max_scratch_bytes, one_by_one, out, lse)
+        attend = functools.partial(_attend_rows, inputs)
+        if hopper is not None:
+            attend = functools.partial(hopper.attend_decode_rows, *inputs)
+        attend(num_splits, max_scratch_bytes, one_by_one, out, lse)
     if one_by_one < rows:
         _attend_tiles(inputs, config, hopper, tile_t, max_scratch_bytes, one_by_one, out, lse)
 
@@ -176,21 +185,19 @@ def _attend_rows(
 ) -> None:
     """The first `rows` rows, in one pass or in splits that a second kernel joins."""
     q, topk = inputs.q, inputs.block_ids.shape[2]
-    heads_q, dim = q.shape[1:]
     if num_splits == 0:
         num_splits = _choose_splits(rows * inputs.heads_kv, topk, q.device)
     num_splits = min(num_splits, topk)
     if num_splits == 1:
         _launch_rows(inputs, 1, 0, rows, out[None, :rows], lse[None, :rows])
         return
-    chunk = min(rows, max(1, max_scratch_bytes // (4 * num_splits * heads_q * (dim + 1))))
-    partial_out = q.new_empty((num_splits, chunk, heads_q, dim), dtype=torch.float32)
-    partial_lse = q.new_empty((num_splits, chunk, heads_q), dtype=torch.float32)
+    partial_out, partial_lse = allocate_parts(q, num_splits, rows, max_scratch_bytes)
+    chunk = partial_lse.shape[1]
     for begin in range(0, rows, chunk):
         end = min(begin + chunk, rows)
         parts = partial_out[:, : end - begin], partial_lse[:, : end - begin]
         _launch_rows(inputs, num_splits, begin, end, *parts)
-        _launch_merge(topk, *parts, out[begin:end], lse[begin:end])
+        launch_merge(topk, *parts, out[begin:end], lse[begin:end])
 
 
 def _attend_tiles(
@@ -240,10 +247,10 @@ def _attend_tiles(
 def _tiles_fill(inputs: _Inputs) -> bool:
     """Whether speculative rows are worth a tile per sequence, which reads shared blocks once."""
     queries = inputs.batch.max_seqlen_q
-    if queries > MAX_DECODE_QUERIES:
+    if not MAX_LONE_QUERIES < queries <= MAX_DECODE_QUERIES:
         return False
-    tiles = inputs.q.shape[0] // max(1, queries) * inputs.heads_kv
-    return queries > 1 and 3 * tiles >= num_multiprocessors(inputs.q.device)
+    tiles = inputs.q.shape[0] // queries * inputs.heads_kv
+    return 3 * tiles >= num_multiprocessors(inputs.q.device)
 
 
 def _hopper(inputs: _Inputs) -> Any:
@@ -304,37 +311,6 @@ def _launch_rows(
         **_id_args(inputs.block_ids),
         **_stride_args(inputs),
         **layout_args(batch, inputs.k),
-    )
-
-
-def _launch_merge(
-    topk: int, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    num_splits, rows, heads, dim = partial_out.shape
-    block_s, block_d = next_power_of_2(topk, 2), next_power_of_2(dim)
-    launch(
-        _sparse_attention_merge_kernel,
-        (rows, heads),
-        out.device,
-        partial_out_ptr=partial_out,
-        partial_lse_ptr=partial_lse,
-        out_ptr=out,
-        lse_ptr=lse,
-        stride_po_s=partial_out.stride(0),
-        stride_po_t=partial_out.stride(1),
-        stride_po_h=partial_out.stride(2),
-        stride_pl_s=partial_lse.stride(0),
-        stride_pl_t=partial_lse.stride(1),
-        stride_pl_h=partial_lse.stride(2),
-        stride_o_t=out.stride(0),
-        stride_o_h=out.stride(1),
-        stride_l_t=lse.stride(0),
-        stride_l_h=lse.stride(1),
-        DIM=dim,
-        num_splits=num_splits,
-        BLOCK_S=block_s,
-        BLOCK_D=block_d,
-        num_warps=min(8, max(2, block_s * block_d // 1024)),
     )
 
 

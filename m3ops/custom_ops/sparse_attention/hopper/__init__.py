@@ -1,1 +1,1 @@
-"""Prefill attention on Hopper, with warps that copy and warps that multiply."""
+"""Attention on Hopper, with warps that copy and warps that multiply."""

@@ -11,8 +11,8 @@ from ....batch import PACKED, PAGED, Batch
 from ...common.launch import head_stride, key_strides
 
 
-def key_descriptor(keys: Tensor, batch: Batch) -> TensorDescriptor:
-    """Keys or values as ``[pages or sequences, heads, tokens, D]``, fetched in whole blocks."""
+def key_descriptor(keys: Tensor, batch: Batch, num_keys: int) -> TensorDescriptor:
+    """Keys or values as ``[pages or sequences, heads, tokens, D]``, fetched `num_keys` at once."""
     stride_outer, stride_token = key_strides(batch, keys)
     stride_h = head_stride(batch, keys)
     outer, tokens, heads = 1, keys.shape[0], keys.shape[1]
@@ -23,7 +23,7 @@ def key_descriptor(keys: Tensor, batch: Batch) -> TensorDescriptor:
     dim = keys.shape[-1]
     # One packed sequence of keys has no outer stride, but the copy engine wants one.
     strides = [stride_outer or stride_token, stride_h, stride_token, 1]
-    block_shape = [1, 1, batch.block_size, dim]
+    block_shape = [1, 1, num_keys, dim]
     layout = _layout(keys, block_shape)
     return TensorDescriptor(keys, [outer, heads, tokens, dim], strides, block_shape, layout)
 

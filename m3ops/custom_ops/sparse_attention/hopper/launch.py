@@ -1,4 +1,4 @@
-"""Launching the Gluon kernel that walks unions, and the way to the KV-major one."""
+"""Launching the Gluon kernel that walks unions, and the way to the others."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from torch import Tensor
 
 from ....batch import PACKED, PAGED, Batch
 from ...common.launch import fetchable, run, supports_hopper
+from .decode.launch import attend_decode_rows
 from .descriptors import key_descriptor
 from .kernels import _sparse_attention_hopper_kernel
 from .kv_major.launch import allocate_lists, launch_kv_major
 
-__all__ = ["TILE_T", "allocate_lists", "launch_hopper_attention", "launch_kv_major", "supports"]
+__all__ = [
+    "TILE_T",
+    "allocate_lists",
+    "attend_decode_rows",
+    "launch_hopper_attention",
+    "launch_kv_major",
+    "supports",
+]
 
 TILE_T = 8
 """Tokens of a tile; each of the two warpgroups multiplies half of them."""
@@ -67,8 +75,8 @@ def launch_hopper_attention(
     table = batch.block_table
     arguments = dict(
         q_ptr=q,
-        k_desc=key_descriptor(k, batch),
-        v_desc=key_descriptor(v, batch),
+        k_desc=key_descriptor(k, batch, BLOCK_SIZE),
+        v_desc=key_descriptor(v, batch, BLOCK_SIZE),
         out_ptr=out,
         lse_ptr=lse,
         tiles_ptr=tiles,

@@ -184,7 +184,8 @@ def launch_kv_major(
         lse: float32 ``[T, Hq]``, likewise.
     """
     build_lists(k, block_ids, batch, lists, begin, end)
-    keys = key_descriptor(k, batch), key_descriptor(v, batch)
+    size = batch.block_size
+    keys = key_descriptor(k, batch, size), key_descriptor(v, batch, size)
     for chunk in range(lists.num_tiles.shape[0]):
         first = begin + chunk * lists.chunk_rows
         _launch_tiles(q, keys, softmax_scale, lists, chunk, first)

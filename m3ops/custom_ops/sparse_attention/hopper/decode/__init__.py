@@ -1,0 +1,1 @@
+"""Decode attention on Hopper: keys are the rows of the products, queries their columns."""
