@@ -126,19 +126,39 @@ def test_a_fresh_process_runs_a_saved_program(
     assert result.stdout.split()[-1] == str(len(STEPS))
 
 
+# The time goes into optimising a wrapper that only calls kernels and ops.
+FAST_TO_BUILD = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+
+
 def package(program: Program, path: Path) -> Any:
     """A compiled package of the program, loaded."""
     hidden, batch = program.inputs(STEPS[0])
     exported = export(program, (hidden, batch.without_bounds()))
-    # The time goes into optimising a wrapper that only calls kernels and ops.
-    options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     built = torch._inductor.aoti_compile_and_package(
-        exported, package_path=str(path), inductor_configs=options
+        exported, package_path=str(path), inductor_configs=FAST_TO_BUILD
     )
     return torch._inductor.aoti_load_package(built)
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+@pytest.fixture
+def cpp_compiler(tmp_path: Path) -> None:
+    """One that makes packages which load: a libstdc++ of their own breaks ``std::regex`` in them,
+    which torch calls on a device's name.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if not shutil.which(compiler):
+        pytest.skip(f"needs a C++ compiler, found no {compiler}")
+    source, library = tmp_path / "words.cpp", tmp_path / "words.so"
+    source.write_text("#include <iostream>\nvoid say(int n) { std::cout << n; }\n")
+    command = [compiler, "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, capture_output=True)
+    if b"libstdc++.so" not in library.read_bytes():
+        pytest.skip(
+            f"needs a C++ compiler that links libstdc++.so, got {compiler}, which copies it"
+        )
+
+
+@pytest.mark.usefixtures("cpp_compiler")
 def test_a_package_runs_every_step(tmp_path: Path) -> None:
     program = Program()
     run = package(program, tmp_path / "layer.pt2")
@@ -166,6 +186,7 @@ def test_a_bound_that_becomes_a_constant_is_pointed_out() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cpp_compiler")
 def test_a_package_runs_every_step_on_a_gpu(tmp_path: Path, device: torch.device) -> None:
     """In float32, where what a compiler fuses does not change which blocks are best."""
     config = MiniMaxM3AttentionConfig(hidden_size=512)
@@ -244,6 +265,7 @@ print(len(steps))
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cpp_compiler")
 def test_a_package_with_its_kernels_needs_libtorch_alone(
     tmp_path: Path, device: torch.device
 ) -> None:
@@ -269,7 +291,7 @@ def test_a_package_with_its_kernels_needs_libtorch_alone(
     exported = torch.export.export(Bucket(layer, batch), inputs, dynamic_shapes=FIXED, strict=False)
     with m3ops.visible_kernels():
         path = torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(tmp_path / "layer.pt2")
+            exported, package_path=str(tmp_path / "layer.pt2"), inductor_configs=FAST_TO_BUILD
         )
     torch.save(steps, tmp_path / "steps.pt")
     command = [sys.executable, "-c", RUN_PACKAGE, path, "steps.pt"]
