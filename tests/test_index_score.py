@@ -254,7 +254,6 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
 
     plain = launcher.launch  # type: ignore[attr-defined]
     monkeypatch.setattr(launcher, "launch", launch)
-    monkeypatch.setattr(launcher, "MIN_BLOCKS", 0)
     yield launcher
     assert launched
 

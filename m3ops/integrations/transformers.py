@@ -286,7 +286,7 @@ def _sparse_forward(
     query = _normalized(self.q_norm, self.q_proj(hidden_states).view(heads))
     key = _normalized(self.k_norm, self.k_proj(hidden_states).view(heads))
     value = self.v_proj(hidden_states).view(heads)
-    query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))
+    query, key = (_rotated(states, position_embeddings).to(value.dtype) for states in (query, key))
     if cache is not None:
         states = cache.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
         key, value = (state.transpose(1, 2) for state in states)
@@ -324,9 +324,9 @@ def _select_forward(
     # Ids carry no gradient.
     with torch.no_grad():
         index_q = self.q_proj(hidden_states).view(*rows, -1, self.head_dim)
-        index_q = apply_rotary(_normalized(self.q_norm, index_q), *position_embeddings)
+        index_q = _rotated(_normalized(self.q_norm, index_q), position_embeddings)
         index_k = self.k_proj(hidden_states).view(*rows, 1, self.head_dim)
-        index_k = apply_rotary(_normalized(self.k_norm, index_k), *position_embeddings)
+        index_k = _rotated(_normalized(self.k_norm, index_k), position_embeddings)
         index_k = index_k.transpose(1, 2)
         if cache is not None:
             index_k = cache.layers[self.layer_idx].update_index(index_k)
@@ -343,6 +343,11 @@ def _select_forward(
 def _normalized(norm: Any, states: Tensor) -> Tensor:
     """As transformers' module does, in fewer passes over memory."""
     return gemma_rms_norm(states, norm.weight, norm.eps)
+
+
+def _rotated(states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+    """In the dtype of the embedding, which autocast leaves wider than the states."""
+    return apply_rotary(states.to(position_embeddings[0].dtype), *position_embeddings)
 
 
 def _as_batch(

@@ -71,11 +71,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dim = min(cos.shape[-1], x.shape[-1])
     first, second = x[..., :dim].chunk(2, -1)
     (cos_first, cos_second), (sin_first, sin_second) = (
-        table[..., None, :dim].chunk(2, -1) for table in (cos, sin)
+        table[..., None, :dim].to(x.dtype).chunk(2, -1) for table in (cos, sin)
     )
     turned = first * cos_first - second * sin_first, second * cos_second + first * sin_second
     if x.requires_grad or torch.compiler.is_compiling():
-        return torch.cat([part.to(x.dtype) for part in (*turned, x[..., dim:])], -1)
+        return torch.cat((*turned, x[..., dim:]), -1)
     for part, values in zip((first, second), turned, strict=True):
         part.copy_(values)
     return x

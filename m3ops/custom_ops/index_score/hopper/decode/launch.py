@@ -23,6 +23,9 @@ MIN_COLUMNS, MAX_COLUMNS = 8, 64
 MIN_BLOCKS = 4
 """Blocks for each multiprocessor that it takes: with fewer, the kernel for every GPU is faster."""
 
+MOST_EXPECTED_COLUMNS = 512
+"""Columns of a row that count there: a captured table may be far wider than what is in it."""
+
 BLOCK_B = 128
 """Sequences that one step of the search for a program's share looks at."""
 
@@ -57,7 +60,8 @@ def supports_decode(
         heads <= MAX_COLUMNS
         and heads & (heads - 1) == 0
         and takes(index_q, index_k, batch)
-        and min(rows, batch.num_seqs) * columns >= MIN_BLOCKS * num_multiprocessors(index_q.device)
+        and min(rows, batch.num_seqs) * min(columns, MOST_EXPECTED_COLUMNS)
+        >= MIN_BLOCKS * num_multiprocessors(index_q.device)
     )
 
 
