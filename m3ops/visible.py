@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,11 +23,11 @@ _bodies: dict[str, Callable[..., Any]] = {}
 
 @contextmanager
 def visible_kernels() -> Iterator[None]:
-    """Let Inductor see the Triton kernels of every op that it compiles inside the block.
+    """Let ``torch._inductor.aoti_compile_and_package`` see the Triton kernels of the ops.
 
-    ``torch._inductor.aoti_compile_and_package`` in here builds a package that has the kernels in
-    it, compiled: a process that runs it needs libtorch, neither m3ops nor Triton nor Python.
-    Outside, and in ``torch.export.export`` anywhere, the ops stay the ops they are.
+    A package that is built inside the block has the kernels in it, compiled: a process that runs it
+    needs libtorch, neither m3ops nor Triton nor Python. Outside, and in ``torch.export.export``
+    anywhere, the ops stay the ops they are. They are those of a forward pass.
 
     All sizes must be fixed, as those of a CUDA graph's bucket are; lengths, pages and slots are
     data and may change. The kernels are those that run on any GPU: without the ones for Hopper
@@ -48,7 +49,9 @@ def visible_kernels() -> Iterator[None]:
     _register()
     token = _enabled.set(True)
     try:
-        yield
+        # Whose key does not tell whether kernels are visible.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            yield
     finally:
         _enabled.reset(token)
 
@@ -63,18 +66,28 @@ def may_be_visible(name: str, body: Callable[..., Any]) -> None:
     _bodies[f"m3ops::{name}"] = body
 
 
-@functools.cache
-def _register() -> None:
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
+_lock = threading.Lock()
+_registered: set[str] = set()
 
-    for name, body in _bodies.items():
-        rule = functools.partial(_expand, name, body)
-        torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule)
+
+def _register() -> None:
+    """Give every op its rule, once."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    with _lock:
+        for name in _bodies.keys() - _registered:
+            rule = functools.partial(
+                _expand, name, _bodies[name], custom_triton_ops_decomposition_disabled
+            )
+            torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule)
+            _registered.add(name)
 
 
 def _expand(
     name: str,
     body: Callable[..., Any],
+    stays_op: Callable[[], bool],
     mode: Any,
     op: Any,
     types: Any,
@@ -82,9 +95,7 @@ def _expand(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """What ``torch.library.triton_op`` does with its ops, if it is asked for."""
-    from torch.export._trace import custom_triton_ops_decomposition_disabled
-
-    if not _enabled.get() or custom_triton_ops_decomposition_disabled():
+    if not _enabled.get() or stays_op():
         return mode.__torch_dispatch__(op, types, args, kwargs or {})
     _check(name, args)
     token = _tracing.set(True)

@@ -15,8 +15,8 @@ import m3ops
 from m3ops.testing import poisoned, select_oracle
 
 NAN, INF = math.nan, math.inf
-# At which a row of many is shared by 2, 4 and 8 threads.
-SHARED_WIDTHS = (70, 300, 600)
+# At which a row of many is shared by 2 and by 4 threads.
+SHARED_WIDTHS = (50, 300)
 
 
 def select(
@@ -316,6 +316,16 @@ def test_one_odd_row_among_many(target: Target) -> None:
     rows[5, 1] = 0
     rows[30, 0, 10:] = NAN
     check_many(rows, [300] * 40, target, 16, 0, 1)
+
+
+@pytest.mark.usefixtures("many_rows")
+@pytest.mark.parametrize("after", [[], [NAN] * 20, [-INF] * 60, [0.0] * 60], ids=len)
+def test_a_row_of_many_is_the_same_alone_and_in_company(target: Target, after: list[float]) -> None:
+    """Few numbers, so that of NaN and -inf, which tie, the lower ids fill up."""
+    row = torch.tensor([NAN] * 4 + [1.0, 2.0] + [-INF] * 20 + after)
+    others = torch.stack([row, torch.zeros_like(row), torch.randn_like(row)])
+    for rows in (row[None], others, others.flip(0)):
+        check_many(rows[:, None], [len(row)] * len(rows), target, 16, 0, 1)
 
 
 @pytest.mark.usefixtures("many_rows")

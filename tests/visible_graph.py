@@ -2,7 +2,8 @@
 
 Tensors lie on the CPU and the launchers believe that they run on `ARCH`. Prints JSON: the ops of
 the exported step, then what it is without them: each kernel with the arguments that PyTorch takes
-it to write, and the other ops. The last entry is how a step of dynamic sizes is refused.
+it to write, and the other ops. The last entries are the kernels that select for the rows of a
+prompt, and how a step of dynamic sizes is refused.
 """
 
 from __future__ import annotations
@@ -63,6 +64,21 @@ def kernel_name(node: Any) -> str:
     return getattr(kernel, "fn", kernel).__name__
 
 
+class Selection(torch.nn.Module):
+    def forward(self, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        return m3ops.topk_select(scores, visible)
+
+
+def selection_of_many_rows() -> list[str]:
+    """The kernels that select for the rows of a prompt."""
+    inputs = (torch.zeros(4096, 4, 64), torch.zeros(4096, dtype=torch.int32))
+    exported = torch.export.export(Selection(), inputs, strict=False)
+    with m3ops.visible_kernels():
+        visible = exported.run_decompositions(decompose_custom_triton_ops=True)
+    found = [node for node in calls(visible) if "triton_kernel_wrapper" in str(node.target)]
+    return [kernel_name(node) for node in found]
+
+
 def refusal() -> str:
     # Where nothing is said, the sizes of a batch are dynamic.
     exported = exported_bucket(None)
@@ -91,6 +107,7 @@ def main(arch: str) -> None:
         "exported": [str(node.target) for node in calls(exported) if "m3ops" in str(node.target)],
         "kernels": kernels,
         "others": sorted(others),
+        "many rows": selection_of_many_rows(),
         "dynamic": refusal(),
     }
     print(json.dumps(summary))

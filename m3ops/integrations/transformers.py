@@ -341,13 +341,23 @@ def _select_forward(
 
 
 def _normalized(norm: Any, states: Tensor) -> Tensor:
-    """As transformers' module does, in fewer passes over memory."""
+    """As transformers' module does, in fewer passes over memory unless someone hooked into it."""
+    hooks = (
+        norm._forward_hooks,
+        norm._forward_pre_hooks,
+        norm._backward_hooks,
+        norm._backward_pre_hooks,
+    )
+    # Offloading replaces the forward of an instance.
+    if type(norm) is not modeling.MiniMaxM3VLRMSNorm or "forward" in vars(norm) or any(hooks):
+        return norm(states)
     return gemma_rms_norm(states, norm.weight, norm.eps)
 
 
 def _rotated(states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    """In the dtype of the embedding, which autocast leaves wider than the states."""
-    return apply_rotary(states.to(position_embeddings[0].dtype), *position_embeddings)
+    """In the wider dtype of the two: autocast leaves the embedding in float32."""
+    dtype = torch.promote_types(states.dtype, position_embeddings[0].dtype)
+    return apply_rotary(states.to(dtype), *position_embeddings)
 
 
 def _as_batch(

@@ -114,6 +114,30 @@ def test_gradients_are_those_of_unpatched() -> None:
             torch.testing.assert_close(actual[name], grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
+def test_hooks_on_norms_run_and_may_bring_their_weights() -> None:
+    """As offloading does, which also replaces the forward of an instance."""
+    model, ids = patched(), make_ids(1, 200)
+    with torch.no_grad():
+        expected = model(ids).logits
+        attention = model.model.layers[1].self_attn
+        calls = []
+        attention.indexer.k_norm.register_forward_hook(lambda *args: calls.append(1))
+        norm = attention.q_norm
+        weight, forward = norm.weight, norm.forward
+
+        def with_weight(states: torch.Tensor) -> torch.Tensor:
+            norm.weight = weight
+            try:
+                return forward(states)
+            finally:
+                norm.weight = nn.Parameter(weight.to("meta"))
+
+        norm.weight = nn.Parameter(weight.to("meta"))
+        norm.forward = with_weight
+        torch.testing.assert_close(model(ids).logits, expected)
+    assert calls == [1]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant: bool) -> None:
     model, ids = patched().train(), make_ids(2, 150)

@@ -224,6 +224,8 @@ def test_a_decode_step_is_traced_with_its_kernels() -> None:
         ["_sparse_attention_merge_kernel", ["lse_ptr", "out_ptr"]],
     ]
     assert all(op.startswith(("aten.", "<built-in")) for op in traced["others"])
+    # The kernel for many rows is beyond the analysis.
+    assert traced["many rows"] == ["_topk_select_rows_kernel"]
     assert "visible_kernels takes fixed sizes, got s" in traced["dynamic"]
 
 
@@ -235,6 +237,8 @@ def test_visible_kernels_refuse_what_they_cannot_show(monkeypatch: pytest.Monkey
     program = Program()
     exported = export(program, program.inputs(STEPS[0]))
     with m3ops.visible_kernels():
+        # Its key does not tell graphs with kernels from those with ops.
+        assert not torch._functorch.config.enable_autograd_cache
         # Programs keep their ops, so that they can be saved.
         assert "m3ops.store_kv" in str(exported.run_decompositions().graph)
         with pytest.raises(RuntimeError, match="backend 'triton', got 'reference' for m3ops::"):

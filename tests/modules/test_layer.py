@@ -23,6 +23,7 @@ from layer_oracle import (
 from torch import Tensor
 
 from m3ops import BatchMetadata, MiniMaxM3SparseAttention, PagedKVCache, Workspace
+from m3ops.modules.rotary import apply_rotary
 
 BLOCK = SMALL.index_block_size
 
@@ -301,6 +302,35 @@ def test_equals_the_layer_of_transformers(
     # In bfloat16 theirs rounds the attention weights, ours does not.
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert float(error) < (1e-6 if dtype == torch.float32 else 0.01)
+
+
+def test_what_hooks_on_norms_keep_is_not_overwritten() -> None:
+    layer, kept = MiniMaxM3SparseAttention(SMALL), []
+    layer.q_norm.register_forward_hook(lambda module, args, out: kept.append((out, out.clone())))
+    with torch.no_grad():
+        layer(torch.randn(1, 40, SMALL.hidden_size))
+    ((out, as_it_was),) = kept
+    assert torch.equal(out, as_it_was)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_rotary_channels_beyond_the_head_and_before_its_end(grad: bool) -> None:
+    """With and without gradients, which take different ways, the same bits."""
+    cos, sin = torch.randn(2, 5, 12).unbind()
+    for dim in (8, 12, 20):
+        x = torch.randn(5, 3, dim)
+        before = x.clone()
+        half = min(dim, 12) // 2
+        expected = x.double()
+        for t in range(5):
+            for i in range(half):
+                j, a, b = i + half, before[t, :, i].double(), before[t, :, i + half].double()
+                expected[t, :, i] = a * cos[t, i] - b * sin[t, i]
+                expected[t, :, j] = b * cos[t, j] + a * sin[t, j]
+        with torch.set_grad_enabled(grad):
+            actual = apply_rotary(x, cos, sin)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(x, before)
 
 
 def test_casting_the_layer_keeps_the_rotary_frequencies() -> None:

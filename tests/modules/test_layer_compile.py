@@ -276,8 +276,8 @@ def test_graph_of_a_step(counter: CompileCounterWithBackend) -> None:
 m3ops.store_kv
 m3ops.select_blocks
 m3ops.sparse_attention
-Size=1 add=8 cat=5 chunk=12 cos=1 flatten=1 float=1 getitem=44 linear=6 mul=18 rms_norm=4
-sin=1 sub=7 to=22 unflatten=5""",
+Size=1 add=8 cat=5 cos=1 flatten=1 float=1 getitem=40 linear=6 mul=18 rms_norm=4 sin=1
+sub=7 to=22 unflatten=5""",
     )
 
 
@@ -293,8 +293,8 @@ m3ops.store_kv
 m3ops.index_score_out
 m3ops.topk_select_out
 m3ops.sparse_attention
-Size=1 add=8 cat=5 chunk=12 cos=1 flatten=1 float=1 getitem=46 linear=6 mul=18 rms_norm=4
-sin=1 sub=7 to=22 unflatten=5""",
+Size=1 add=8 cat=5 cos=1 flatten=1 float=1 getitem=42 linear=6 mul=18 rms_norm=4 sin=1
+sub=7 to=22 unflatten=5""",
     )
 
 
@@ -309,8 +309,8 @@ def test_graph_of_a_step_with_given_ids(counter: CompileCounterWithBackend) -> N
         """\
 m3ops.store_kv
 m3ops.sparse_attention
-Size=1 add=6 cat=4 chunk=9 cos=1 flatten=1 float=1 getitem=34 linear=5 mul=14 rms_norm=3
-sin=1 sub=6 to=17 unflatten=4""",
+Size=1 add=6 cat=4 cos=1 flatten=1 float=1 getitem=31 linear=5 mul=14 rms_norm=3 sin=1
+sub=6 to=17 unflatten=4""",
     )
 
 
@@ -322,8 +322,8 @@ def test_graph_of_training(counter: CompileCounterWithBackend) -> None:
         """\
 m3ops.select_blocks
 m3ops.sparse_attention
-Size=1 _set_grad_enabled=2 add=8 cat=5 chunk=12 cos=1 flatten=1 float=1 getitem=44
-linear=6 mul=17 rms_norm=4 sin=1 sub=7 to=22 unflatten=5""",
+Size=1 _set_grad_enabled=2 add=8 cat=5 cos=1 flatten=1 float=1 getitem=40 linear=6 mul=17
+rms_norm=4 sin=1 sub=7 to=22 unflatten=5""",
     )
 
 

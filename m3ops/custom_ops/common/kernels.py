@@ -75,6 +75,9 @@ def find_tile(
         found_row = tl.maximum(found_row, tl.max(tl.where(mine, row, 0)))
         found_end = tl.maximum(found_end, tl.max(tl.where(mine, limit, 0)))
         found_shift += tl.sum(tl.where(mine & (b < num_seqs), seqused - end, 0))
+    if TILE_T == 0:
+        # A row that no sequence has counts as one of the first, within its room.
+        found_end = tl.where(tile < found_end - row_begin, found_end, row_end)
     room = _key_room(first_key_ptr, found_b, num_seqs, num_tokens, max_seqlen_k)
     return found_b, found_row, found_end, tl.minimum(found_shift, room - found_end)
 

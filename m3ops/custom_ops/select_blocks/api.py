@@ -45,6 +45,7 @@ def select_blocks(
             :func:`m3ops.index_score`.
         topk, init_blocks, local_blocks: as in :func:`m3ops.topk_select`.
         max_scratch_bytes: bound on the scores held at once (bytes); one row is always allowed.
+            Lists of candidates come on top, at most 40 MB on an H200.
         out: int32 ``[T, Hi, K]`` to write into, any strides.
 
     Returns:

@@ -61,8 +61,8 @@ def sparse_attention(
         cu_seqlens_q, seqused_k, block_table, cu_seqlens_k, leftpad_k, max_seqlen_q, max_seqlen_k,
             num_decode_seqs, num_decode_tokens, block_size: as in :func:`m3ops.index_score`.
         softmax_scale: factor of the logits; None for ``D ** -0.5``.
-        num_splits: parts a row's blocks are attended to in; 0 to choose by size and device. A
-            fixed number makes a row's bits independent of its batch.
+        num_splits: parts a row's keys are attended to in, bounded by what can be split; 0 to
+            choose by size and device. A fixed number makes a row's bits independent of its batch.
         max_scratch_bytes: bound on temporary memory (bytes); one row is always allowed.
         return_lse: return the logsumexp too.
         out: ``[T, Hq, D]`` to write into, of `q`'s dtype, last stride 1; overlaps no input.

@@ -133,8 +133,9 @@ def _select_free(
     for s in tl.static_range(SHARES):
         starts = starts + (total,)
         total += tl.load(list_ptrs + s * list_depth(BLOCK_K) * BLOCK_R).to(tl.int32)
-    # NaN is not listed, but may have to be kept.
-    listed = (total >= tl.minimum(free, WANTED)) & (total <= _CANDIDATES)
+    # NaN is not listed, but ranks with -inf, and so may have to be kept.
+    listed = (total == free) | ((bound > float("-inf")) & (total >= WANTED))
+    listed &= total <= _CANDIDATES
     if tl.min(listed.to(tl.int32)) == 1:
         ids, scores = _load_candidates(list_ptrs, starts, total, BLOCK_K, BLOCK_R, SHARES)
         length: tl.constexpr = _CANDIDATES // SHARES

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...visible import tracing
 from ..common.launch import (
     aligned,
     device_kind,
@@ -92,8 +93,12 @@ def launch_topk_select(
 
 
 def many_rows(rows: int, heads: int, device: torch.device) -> bool:
-    """Whether a thread per row fills the device."""
-    return rows * heads >= 64 * num_multiprocessors(device)
+    """Whether a thread per row fills the device.
+
+    Not where the launch becomes a node of a graph: torch's analysis of a kernel does not get to the
+    end of a sorting network.
+    """
+    return not tracing() and rows * heads >= 64 * num_multiprocessors(device)
 
 
 def _rows_and_shares(columns: int) -> tuple[int, int]:

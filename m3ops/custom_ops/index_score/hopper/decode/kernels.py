@@ -105,6 +105,7 @@ def _find_share(
         before += gl.sum(more_blocks, 0)
     # Offsets that decrease may have found several.
     b = gl.minimum(b, num_seqs)
+    blocks = gl.minimum(blocks, num_columns)
     tile = block // gl.maximum(blocks, 1)
     block -= tile * blocks
     return share, b, tile, block, gl.minimum(share, blocks - block)

@@ -60,18 +60,23 @@ def supports_decode(
         heads <= MAX_COLUMNS
         and heads & (heads - 1) == 0
         and takes(index_q, index_k, batch)
-        and min(rows, batch.num_seqs) * min(columns, MOST_EXPECTED_COLUMNS)
+        # Not by the number of sequences, which a captured step of the same rows may pad.
+        and rows // _longest(batch) * min(columns, MOST_EXPECTED_COLUMNS)
         >= MIN_BLOCKS * num_multiprocessors(index_q.device)
     )
 
 
-def tile_tokens(heads: int, batch: Batch) -> int:
-    """Tokens of a tile: as many as a sequence has, if so many fit."""
+def _longest(batch: Batch) -> int:
+    """The most tokens of a decode sequence, or what they have on average beside longer ones."""
     longest = batch.max_seqlen_q
     if longest > MAX_DECODE_QUERIES:
-        # That of the whole batch: what a decode sequence has on average is all that is known.
         longest = -(-batch.num_decode_tokens // max(1, batch.num_decode_seqs))
-    wanted = 1 << max(0, longest - 1).bit_length()
+    return max(1, longest)
+
+
+def tile_tokens(heads: int, batch: Batch) -> int:
+    """Tokens of a tile: as many as a sequence has, if so many fit."""
+    wanted = 1 << (_longest(batch) - 1).bit_length()
     return max(MIN_COLUMNS // heads, min(wanted, MAX_COLUMNS // heads), 1)
 
 

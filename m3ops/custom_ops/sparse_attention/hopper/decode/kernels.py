@@ -77,6 +77,8 @@ def _find_sequence(row, batch, BLOCK_B: gl.constexpr):
             found_b = gl.maximum(found_b, gl.max(gl.where(mine, b, 0), 0))
             found_end = gl.maximum(found_end, gl.max(gl.where(mine, ends, 0), 0))
             found_seqused = gl.maximum(found_seqused, gl.max(gl.where(mine, seqused, 0), 0))
+        # A row that no sequence has stands before all keys.
+        found_end = gl.where(row < found_end, found_end, row_end)
     shift = gl.where(found_b < num_seqs, found_seqused - found_end, _BEFORE_ALL_KEYS)
     # No row stands past the last key that the storage has room for.
     room = _key_room(first_key_ptr, found_b, num_seqs, num_tokens, longest)

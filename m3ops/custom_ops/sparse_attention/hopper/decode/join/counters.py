@@ -10,6 +10,7 @@ that finds no slice captures the filling.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -40,7 +41,9 @@ _buffers: dict[torch.device, list[_Buffer]] = {}
 def take_counters(count: int, device: torch.device) -> Tensor:
     """`count` int32 zeros for one launch on the current stream, which leaves them 0."""
     if device.type == "cuda":
-        if not torch.cuda.is_current_stream_capturing():
+        with torch.cuda.device(device):
+            capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing:
             _provide(device)
         elif (taken := _take(count, device)) is not None:
             return taken
@@ -59,17 +62,15 @@ def _provide(device: torch.device) -> None:
         buffers = _buffers.setdefault(device, [])
         if buffers and buffers[-1].taken <= SIZE // 2:
             return
-        made: list[Tensor] = []
         # What this thread allocates may belong to the pool of a graph that is about to be captured.
-        thread = threading.Thread(target=_allocate, args=(device, made))
-        thread.start()
-        thread.join()
-        buffers.append(_Buffer(made[0]))
+        with ThreadPoolExecutor(1) as thread:
+            zeros = thread.submit(_allocate, device).result()
+        buffers.append(_Buffer(zeros))
 
 
-def _allocate(device: torch.device, made: list[Tensor]) -> None:
+def _allocate(device: torch.device) -> Tensor:
     with torch.cuda.device(device):
         zeros = torch.zeros(SIZE, dtype=torch.int32, device=device)
         # Once: whoever is given a slice must find the zeros, on whichever stream.
         torch.cuda.current_stream().synchronize()
-    made.append(zeros)
+    return zeros
