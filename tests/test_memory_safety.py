@@ -273,6 +273,22 @@ def test_wild_query_offsets_reach_no_memory_outside(
         assert (flat_ids[:GUARD] == 2**30).all() and (flat_ids[-GUARD:] == 2**30).all()
 
 
+@pytest.mark.parametrize("starts", [[50, 61], [61, 61]], ids=str)
+def test_rows_of_no_sequence_see_no_block_past_the_table(target: Target, starts: list[int]) -> None:
+    """They lie before the first start; the table has one block, and they ask for the fourth."""
+    inputs = make_fenced("paged", [(16, 1)], target, torch.float32, padding_rows=60)
+    wild = changed(inputs, "cu_seqlens_q", slice(None), starts)
+    narrow = {"block_table": wild.batch["block_table"][:, :1], "max_seqlen_q": 1}
+    rows, heads = inputs.index_q.shape[:2]
+    ids = torch.full((rows, heads, 2), -1, dtype=torch.int32, device=target.device)
+    ids[:, :, 0] = 3
+    out, lse = m3ops.sparse_attention(
+        inputs.q, inputs.k, inputs.v, ids, **{**wild.batch, **narrow}, return_lse=True
+    )
+    assert (lse == -math.inf).all()
+    assert (out == 0).all()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_wild_metadata_stay_inside(target: Target, layout: str) -> None:
     inputs = make_fenced(layout, ROUTES["tiles"], target, torch.float32)
