@@ -79,8 +79,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat(parts, -1)
     # What cat writes, in half its time where its parts are short stretches of memory.
     out = torch.empty_like(x)
-    for target, part in zip(
-        (out[..., :half], out[..., half:dim], out[..., dim:]), parts, strict=True
-    ):
-        target.copy_(part)
+    for place, part in zip(places, parts, strict=True):
+        out[..., place] = part
     return out
