@@ -15,8 +15,9 @@ _COUNTS = [
     "num_columns",
 ]
 
-# Keys of blocks that are not visible, and of those that are forced.
+# Keys of blocks that are not visible, of scores of -inf, and of blocks that are forced.
 _UNSEEN = tl.constexpr(-(2**31))
+_LOWEST = tl.constexpr(-(2**31) + 2**23 - 1)
 _FORCED = tl.constexpr(2**31 - 1)
 
 # Column 0 with a score of -inf.
@@ -24,6 +25,12 @@ _NO_ENTRY = tl.constexpr(-(0x800000 << 32))
 
 # Candidates of a row that a program ranks; more make it rank all blocks of its rows.
 _CANDIDATES = tl.constexpr(32)
+
+# So many scores more than wanted are dropped one by one rather than by halving their range.
+_FEW = tl.constexpr(4)
+
+# Most groups of columns of a wide row whose scores are looked at again.
+_MOST_GROUPS = tl.constexpr(16)
 
 
 @triton.constexpr_function
@@ -446,13 +453,17 @@ def _topk_select_rows_kernel(
     NARROW_J: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NARROW_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GATHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program per row, for few rows: the scores stay in registers while a search finds the least
-    one kept.
+    """A program per row, for few rows, whose scores stay in registers.
 
-    The kept blocks come out in ascending order by a running count, without a sort, and ties fall to
-    the lower id. Limit: the latency of about ten steps of the search.
+    The maxima of groups of columns bound the least score that is kept from below, and a search
+    finds it; if `GATHER`, only in the groups whose maxima reach the bound. Forced blocks have their places, the other kept ones come out in ascending
+    order by a running count, without a sort, and ties fall to the lower id. Limit: the latency of
+    about ten reductions, one after the other.
     """
     if PDL:
         gdc_wait()
@@ -465,88 +476,162 @@ def _topk_select_rows_kernel(
     if ALIGNED:
         stride_s_j = 1
         s_offset = tl.multiple_of(s_offset, 4)
+    s_ptr = scores_ptr + s_offset
     i_ptr = ids_ptr + row * stride_i_t + head * stride_i_h
+
+    # The loads of a narrow row do not wait for `visible`; what lies past it is not used.
+    scores = _load_row(s_ptr, stride_s_j, num_columns, ALIGNED, NARROW_J)
+    first = tl.minimum(visible, INIT)
+    num_kept = tl.minimum(visible, TOPK)
+    wanted = num_kept - tl.minimum(visible, INIT + LOCAL)
+    k = tl.arange(0, BLOCK_K)
+    ids = tl.where(k < first, k, tl.where(k < num_kept, visible - num_kept + k, -1))
+    forced = (k < first) | ((k >= first + wanted) & (k < TOPK))
+    tl.store(i_ptr + k * stride_i_k, ids, forced)
+    i_ptr += first * stride_i_k
     # A buffer wider than what a row sees, as a captured graph has it, should cost nothing.
     if visible <= NARROW_J:
-        _select_row(
-            scores_ptr + s_offset, i_ptr, visible, num_columns, stride_s_j, stride_i_k, TOPK, INIT,
-            LOCAL, NARROW_J, BLOCK_K,
+        _select_of_row(
+            s_ptr, i_ptr, scores, visible, wanted, stride_s_j, stride_i_k, TOPK - INIT - LOCAL,
+            INIT, LOCAL, NARROW_J, NARROW_GROUPS, False,
         )  # fmt: skip
     elif NARROW_J < BLOCK_J:
-        _select_row(
-            scores_ptr + s_offset, i_ptr, visible, num_columns, stride_s_j, stride_i_k, TOPK, INIT,
-            LOCAL, BLOCK_J, BLOCK_K,
+        wide = _load_row(s_ptr, stride_s_j, visible, ALIGNED, BLOCK_J)
+        _select_of_row(
+            s_ptr, i_ptr, wide, visible, wanted, stride_s_j, stride_i_k, TOPK - INIT - LOCAL,
+            INIT, LOCAL, BLOCK_J, GROUPS, GATHER,
         )  # fmt: skip
 
 
 @triton.jit
-def _select_row(
+def _load_row(s_ptr, stride_s_j, num_columns, ALIGNED: tl.constexpr, BLOCK_J: tl.constexpr):
+    """The first columns, and if rows are aligned whatever follows the last up to a multiple of 4."""
+    j = tl.arange(0, BLOCK_J)
+    if ALIGNED:
+        num_columns = tl.cdiv(num_columns, 4) * 4
+    return tl.load(s_ptr + j.to(tl.int64) * stride_s_j, j < num_columns, 0.0)
+
+
+@triton.jit
+def _select_of_row(
     s_ptr,
     i_ptr,
+    scores,
     visible,
-    num_columns,
+    wanted,
     stride_s_j,
     stride_i_k,
-    TOPK: tl.constexpr,
+    WANTED: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GATHER: tl.constexpr,
 ):
+    """Write the best `wanted` of the free blocks of a row, at most `WANTED`.
+
+    The residue classes of columns, over which neighbours, often alike, are spread, are groups:
+    `WANTED` scores reach the `WANTED`-th largest of their maxima, and few more do.
+    """
     j = tl.arange(0, BLOCK_J)
-    # The loads do not wait for `visible`; what lies past it is not used.
-    # [BLOCK_J]
-    scores = _rank(tl.load(s_ptr + j.to(tl.int64) * stride_s_j, j < num_columns, 0.0))
-    free = (j >= INIT) & (j < visible - LOCAL)
-    num_forced = tl.minimum(INIT + LOCAL, visible)
-    wanted = tl.minimum(visible, TOPK) - num_forced
-    scores = tl.where(free, scores, float("-inf"))
-
-    # `reach` scores are at least `low`, and fewer than `wanted` are at least `high`.
-    low = tl.min(tl.where(free, scores, float("inf")))
-    high = tl.max(scores)
-    reach = visible - num_forced
-    top = tl.sum((free & (scores >= high)).to(tl.int32))
-    if (reach != wanted) & (top >= wanted):
-        low = high
-        reach = top
-    step = 0
-    while (reach != wanted) & (low < high) & (step < 64):
-        # Scores lie close together on their own scale, but only halving bits ends for certain.
-        middle = 0.5 * low + 0.5 * high
-        if (step >= 24) | ((middle > low) & (middle < high) == 0):
-            middle = _middle_bits(low, high)
-            high = tl.where(middle > low, high, low)
-        count = tl.sum((scores >= middle).to(tl.int32))
-        enough = count >= wanted
-        low = tl.where(enough, middle, low)
-        reach = tl.where(enough, count, reach)
-        high = tl.where(enough, high, middle)
-        step += 1
-
-    kept = free & (scores >= low)
-    if reach != wanted:
-        # The search ended on one score, and more blocks have it than there is room for.
-        above = free & (scores > low)
-        room = wanted - tl.sum(above.to(tl.int32))
-        ties = (kept & (above == 0)).to(tl.int32)
-        kept = above | (kept & (above == 0) & (tl.cumsum(ties) <= room))
-    kept = kept | ((free == 0) & (j < visible))
-    slot = tl.cumsum(kept.to(tl.int32)) - 1
-    tl.store(i_ptr + slot * stride_i_k, j, kept)
-    k = tl.arange(0, BLOCK_K)
-    unused = (k >= wanted + num_forced) & (k < TOPK)
-    tl.store(i_ptr + k * stride_i_k, tl.full([BLOCK_K], -1, tl.int32), unused)
+    gathered = False
+    if WANTED * 2 <= GROUPS:
+        free = (j >= INIT) & (j < visible - LOCAL)
+        # Of NaN and a number the number is the larger.
+        maxima = tl.where(free, scores, float("-inf"))
+        maxima = _order(tl.max(tl.reshape(maxima, [BLOCK_J // GROUPS, GROUPS]), 0))
+        higher = tl.sum((maxima[:, None] > maxima[None, :]).to(tl.int32), 0)
+        low = tl.min(tl.where(higher < WANTED, maxima, _FORCED))
+        if GATHER:
+            count = tl.cumsum((maxima >= low).to(tl.int32), 0)
+            gathered = (tl.max(count) <= _MOST_GROUPS) & (low > _LOWEST)
+            if gathered:
+                _select_of_groups(
+                    s_ptr, i_ptr, count, low, visible, wanted, stride_s_j, stride_i_k, INIT, LOCAL,
+                    BLOCK_J, GROUPS,
+                )  # fmt: skip
+    else:
+        low = tl.full([], _LOWEST, tl.int32)
+    # If more groups tie than may be gathered, all columns are searched.
+    if gathered == 0:
+        keys = _free_keys(scores, j, visible, INIT, LOCAL)
+        _select_from(i_ptr, keys, j, wanted, low, stride_i_k)
 
 
 @triton.jit
-def _middle_bits(low, high):
-    """A score halfway between two in the order of their bits; `low` if there is none between."""
-    low_key, high_key = _order(low), _order(high)
-    key = (low_key >> 1) + (high_key >> 1) + (low_key & high_key & 1)
-    middle = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-    # -0 has bits of its own, but is not below +0.
-    return tl.where((middle > low) & (middle < high), middle, low)
+def _select_of_groups(
+    s_ptr,
+    i_ptr,
+    count,
+    low,
+    visible,
+    wanted,
+    stride_s_j,
+    stride_i_k,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Select from those groups at which the running `count` rises; no other score reaches `low`."""
+    place = tl.arange(0, _MOST_GROUPS)
+    # Past the last there is no such group.
+    group = tl.sum((count[:, None] <= place[None, :]).to(tl.int32), 0)
+    begin = tl.arange(0, BLOCK_J // GROUPS) * GROUPS
+    j = begin[:, None] + tl.where(group < GROUPS, group, BLOCK_J)[None, :]
+    j = tl.reshape(j, [BLOCK_J // GROUPS * _MOST_GROUPS])
+    # They were just read, and come from L1.
+    scores = tl.load(s_ptr + j.to(tl.int64) * stride_s_j, j < visible, 0.0)
+    keys = _free_keys(scores, j, visible, INIT, LOCAL)
+    _select_from(i_ptr, keys, j, wanted, low, stride_i_k)
+
+
+@triton.jit
+def _free_keys(scores, j, visible, INIT: tl.constexpr, LOCAL: tl.constexpr):
+    """Ordered keys of free blocks; the lowest number for others."""
+    return tl.where((j >= INIT) & (j < visible - LOCAL), _order(scores), _UNSEEN)
+
+
+@triton.jit
+def _select_from(i_ptr, keys, j, wanted, low, stride_i_k):
+    """Write the best `wanted` of those blocks, as many or more, whose keys are at least `low`."""
+    reach = tl.sum((keys >= low).to(tl.int32))
+    # Fewer than `wanted` keys are at least `high`, or the search is over.
+    high = tl.full([], _FORCED, tl.int32)
+    if reach > wanted + _FEW:
+        high = tl.max(keys)
+        top = tl.sum((keys >= high).to(tl.int32))
+        if top >= wanted:
+            low = high
+            reach = top
+    step = 0
+    while (reach > wanted) & (low < high):
+        few = reach <= wanted + _FEW
+        if few:
+            middle = tl.min(tl.where(keys > low, keys, _FORCED))
+        else:
+            # Scores lie close together on their own scale, but only halving bits ends for certain.
+            middle = _order(0.5 * _score(low) + 0.5 * _score(high))
+            if (step >= 24) | (middle <= low) | (middle >= high):
+                middle = (low >> 1) + (high >> 1) + (low & high & 1)
+                # Nothing lies between two neighbours.
+                high = tl.where(middle > low, high, low)
+        count = tl.sum((keys >= middle).to(tl.int32))
+        enough = count >= wanted
+        high = tl.where(enough, high, tl.where(few, low, middle))
+        low = tl.where(enough, middle, low)
+        reach = tl.where(enough, count, reach)
+        step += 1
+
+    kept = keys >= low
+    if reach > wanted:
+        # The search ended on one score, and more blocks have it than there is room for.
+        above = keys > low
+        room = wanted - tl.sum(above.to(tl.int32))
+        ties = (keys == low).to(tl.int32)
+        kept = above | ((keys == low) & (tl.cumsum(ties) <= room))
+    slot = tl.cumsum(kept.to(tl.int32)) - 1
+    tl.store(i_ptr + slot * stride_i_k, j, kept)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["visible_ptr"])
@@ -641,3 +726,9 @@ def _order(scores):
     scores = _rank(scores) + 0.0
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _score(key):
+    """The score with a key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)

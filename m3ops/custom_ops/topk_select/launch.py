@@ -33,8 +33,14 @@ MAX_SORTED = 16
 RESIDENT_WARPS, MAX_REGISTERS = 24, 80
 """Warps of a thread per row that a multiprocessor runs at once, and what that leaves a thread."""
 
-NARROW_COLUMNS = 1024
-"""Rows that see no more blocks than this are searched as narrow ones, however wide the buffer."""
+NARROW_COLUMNS = 256
+"""Rows that see no more blocks than this are searched whole, however wide the buffer."""
+
+GROUPS = 64
+"""Groups of columns, whose maxima bound what a row keeps; of narrow rows not all are needed."""
+
+GATHERED_COLUMNS = 2048
+"""In rows wider than this only the groups that reach the bound are searched."""
 
 
 def launch_topk_select(
@@ -87,6 +93,9 @@ def launch_topk_select(
         kernel, block_j = _topk_select_rows_kernel, next_power_of_2(columns, 32)
         arguments["BLOCK_J"] = block_j
         arguments["NARROW_J"] = min(block_j, NARROW_COLUMNS)
+        arguments["NARROW_GROUPS"] = min(block_j, GROUPS)
+        arguments["GROUPS"] = min(block_j, GROUPS)
+        arguments["GATHER"] = block_j > GATHERED_COLUMNS and topk <= MAX_SORTED
         arguments["ALIGNED"] = _rows_aligned(scores)
         arguments["num_warps"] = _num_warps(block_j)
     launch(kernel, grid, scores.device, **arguments)
@@ -111,6 +120,7 @@ def _rows_and_shares(columns: int) -> tuple[int, int]:
 def _rows_aligned(scores: Tensor) -> bool:
     return (
         scores.stride(2) == 1
+        and scores.shape[2] % 4 == 0
         and scores.stride(0) % 4 == 0
         and scores.stride(1) % 4 == 0
         and aligned(scores)
