@@ -449,7 +449,7 @@ def _topk_select_rows_kernel(
     TOPK: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
     NARROW_J: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -472,15 +472,13 @@ def _topk_select_rows_kernel(
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     visible = tl.load(visible_ptr + row * stride_v_t)
     visible = tl.minimum(tl.maximum(visible, 0), num_columns)
-    s_offset = row * stride_s_t + head * stride_s_h
-    if ALIGNED:
+    if CONTIGUOUS:
         stride_s_j = 1
-        s_offset = tl.multiple_of(s_offset, 4)
-    s_ptr = scores_ptr + s_offset
+    s_ptr = scores_ptr + row * stride_s_t + head * stride_s_h
     i_ptr = ids_ptr + row * stride_i_t + head * stride_i_h
 
     # The loads of a narrow row do not wait for `visible`; what lies past it is not used.
-    scores = _load_row(s_ptr, stride_s_j, num_columns, ALIGNED, NARROW_J)
+    scores = _load_row(s_ptr, stride_s_j, num_columns, NARROW_J)
     first = tl.minimum(visible, INIT)
     num_kept = tl.minimum(visible, TOPK)
     wanted = num_kept - tl.minimum(visible, INIT + LOCAL)
@@ -496,7 +494,7 @@ def _topk_select_rows_kernel(
             INIT, LOCAL, NARROW_J, NARROW_GROUPS, False,
         )  # fmt: skip
     elif NARROW_J < BLOCK_J:
-        wide = _load_row(s_ptr, stride_s_j, visible, ALIGNED, BLOCK_J)
+        wide = _load_row(s_ptr, stride_s_j, visible, BLOCK_J)
         _select_of_row(
             s_ptr, i_ptr, wide, visible, wanted, stride_s_j, stride_i_k, TOPK - INIT - LOCAL,
             INIT, LOCAL, BLOCK_J, GROUPS, GATHER,
@@ -504,11 +502,8 @@ def _topk_select_rows_kernel(
 
 
 @triton.jit
-def _load_row(s_ptr, stride_s_j, num_columns, ALIGNED: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The first columns, and if rows are aligned whatever follows the last up to a multiple of 4."""
+def _load_row(s_ptr, stride_s_j, num_columns, BLOCK_J: tl.constexpr):
     j = tl.arange(0, BLOCK_J)
-    if ALIGNED:
-        num_columns = tl.cdiv(num_columns, 4) * 4
     return tl.load(s_ptr + j.to(tl.int64) * stride_s_j, j < num_columns, 0.0)
 
 
@@ -547,15 +542,15 @@ def _select_of_row(
             gathered = (tl.max(count) <= _MOST_GROUPS) & (low > _LOWEST)
             if gathered:
                 _select_of_groups(
-                    s_ptr, i_ptr, count, low, visible, wanted, stride_s_j, stride_i_k, INIT, LOCAL,
-                    BLOCK_J, GROUPS,
+                    s_ptr, i_ptr, count, low, visible, wanted, stride_s_j, stride_i_k, WANTED, INIT,
+                    LOCAL, BLOCK_J, GROUPS,
                 )  # fmt: skip
     else:
         low = tl.full([], _LOWEST, tl.int32)
     # If more groups tie than may be gathered, all columns are searched.
     if gathered == 0:
         keys = _free_keys(scores, j, visible, INIT, LOCAL)
-        _select_from(i_ptr, keys, j, wanted, low, stride_i_k)
+        _select_from(i_ptr, keys, j, wanted, low, stride_i_k, WANTED)
 
 
 @triton.jit
@@ -568,6 +563,7 @@ def _select_of_groups(
     wanted,
     stride_s_j,
     stride_i_k,
+    WANTED: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -583,7 +579,7 @@ def _select_of_groups(
     # They were just read, and come from L1.
     scores = tl.load(s_ptr + j.to(tl.int64) * stride_s_j, j < visible, 0.0)
     keys = _free_keys(scores, j, visible, INIT, LOCAL)
-    _select_from(i_ptr, keys, j, wanted, low, stride_i_k)
+    _select_from(i_ptr, keys, j, wanted, low, stride_i_k, WANTED)
 
 
 @triton.jit
@@ -593,7 +589,7 @@ def _free_keys(scores, j, visible, INIT: tl.constexpr, LOCAL: tl.constexpr):
 
 
 @triton.jit
-def _select_from(i_ptr, keys, j, wanted, low, stride_i_k):
+def _select_from(i_ptr, keys, j, wanted, low, stride_i_k, WANTED: tl.constexpr):
     """Write the best `wanted` of those blocks, as many or more, whose keys are at least `low`."""
     reach = tl.sum((keys >= low).to(tl.int32))
     # Fewer than `wanted` keys are at least `high`, or the search is over.
@@ -630,8 +626,25 @@ def _select_from(i_ptr, keys, j, wanted, low, stride_i_k):
         room = wanted - tl.sum(above.to(tl.int32))
         ties = (keys == low).to(tl.int32)
         kept = above | ((keys == low) & (tl.cumsum(ties) <= room))
-    slot = tl.cumsum(kept.to(tl.int32)) - 1
-    tl.store(i_ptr + slot * stride_i_k, j, kept)
+    tl.store(i_ptr + _slots(kept, WANTED) * stride_i_k, j, kept)
+
+
+@triton.jit
+def _slots(kept, WANTED: tl.constexpr):
+    """How many of at most `WANTED` kept blocks come before each."""
+    columns: tl.constexpr = kept.shape[0]
+    if WANTED > 255:
+        return tl.cumsum(kept.to(tl.int32)) - 1
+    # Eight stretches of the row are counted at once, each in a byte.
+    parts: tl.constexpr = min(8, columns // 32)
+    shift = (tl.arange(0, parts) * 8).to(tl.int64)[:, None]
+    ones = tl.reshape(kept, [parts, columns // parts]).to(tl.int64) << shift
+    counts = tl.sum(ones, 0)
+    # This product's bytes are the counts up to the end of each stretch.
+    before = (tl.sum(counts) * 0x0101010101010101) << 8
+    counts = tl.cumsum(counts) - counts + before
+    slots = ((counts[None, :] >> shift) & 255).to(tl.int32)
+    return tl.reshape(slots, [columns])
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["visible_ptr"])

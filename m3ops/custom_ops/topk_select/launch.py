@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...visible import tracing
 from ..common.launch import (
-    aligned,
     device_kind,
     launch,
     max_warps,
@@ -96,7 +95,7 @@ def launch_topk_select(
         arguments["NARROW_GROUPS"] = min(block_j, GROUPS)
         arguments["GROUPS"] = min(block_j, GROUPS)
         arguments["GATHER"] = block_j > GATHERED_COLUMNS and topk <= MAX_SORTED
-        arguments["ALIGNED"] = _rows_aligned(scores)
+        arguments["CONTIGUOUS"] = scores.stride(2) == 1
         arguments["num_warps"] = _num_warps(block_j)
     launch(kernel, grid, scores.device, **arguments)
 
@@ -115,16 +114,6 @@ def _rows_and_shares(columns: int) -> tuple[int, int]:
     what all programs read should stay in L2 for a second pass.
     """
     return (16, 2) if columns <= 64 else (32, 4)
-
-
-def _rows_aligned(scores: Tensor) -> bool:
-    return (
-        scores.stride(2) == 1
-        and scores.shape[2] % 4 == 0
-        and scores.stride(0) % 4 == 0
-        and scores.stride(1) % 4 == 0
-        and aligned(scores)
-    )
 
 
 def _num_warps(block_j: int) -> int:
