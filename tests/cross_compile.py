@@ -229,6 +229,7 @@ def selections() -> Iterator[tuple[str, Callable[[], None]]]:
     """The launcher of `topk_select`, which no dtype changes, for few and many rows."""
     for rows, columns, topk, init_blocks in (
         (4, 64, 16, 0),
+        (4, 1024, 16, 0),
         (4, 8192, 16, 0),
         (4, 65536, 16, 0),
         (4, 512, 100, 0),

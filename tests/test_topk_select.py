@@ -243,6 +243,28 @@ def test_the_search_ends_between_the_smallest_numbers(target: Target) -> None:
         assert actual == select_oracle(row, 70, 16, 0, 1)
 
 
+# Searched whole, from a bound, and in few groups of their columns.
+ROW_WIDTHS = (200, 700, 3000)
+FEW_VISIBLE = [0, 1, 2, 3, 15, 16, 17, 18, 33, 255, 256, 257]
+
+
+@pytest.mark.parametrize(
+    ("topk", "init", "local"),
+    [(16, 0, 1), (16, 1, 2), (16, 0, 0), (7, 2, 1), (3, 2, 1), (1, 0, 0), (40, 1, 1), (300, 0, 1)],
+)
+@pytest.mark.parametrize("width", ROW_WIDTHS)
+def test_few_rows(target: Target, width: int, topk: int, init: int, local: int) -> None:
+    visible = [width, width - 1, width // 2, *FEW_VISIBLE]
+    scores = torch.randn(len(visible), 1, width)
+    for row, count in zip(scores, visible, strict=True):
+        row[:, count:] = (NAN, INF, 1e30)[count % 3]
+    out = poisoned(len(visible), 1, topk, dtype=torch.int32, device=target.device)
+    options = {"topk": topk, "init_blocks": init, "local_blocks": local}
+    select(scores, visible, target, **options, out=out)
+    visible = [min(count, width) for count in visible]
+    assert out.tolist() == oracle(scores, visible, topk, init, local)
+
+
 @pytest.fixture
 def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rows as a test has are taken for many, by so few programs that each takes some."""
@@ -289,6 +311,7 @@ PATTERNS = {
     "few values": lambda width: torch.randint(3, (width,)),
     "a high end": lambda width: torch.randn(width) + 9 * (torch.arange(width) > width - 30),
     "a high start": lambda width: torch.randn(width) + 9 * (torch.arange(width) < 40),
+    "classes that tie": lambda width: torch.arange(width) % 64 < 20,
     "high classes": lambda width: torch.randn(width) + 9 * (torch.arange(width) % 16 < 2),
     "32 equals on top": lambda width: (torch.randperm(width) < 32).float(),
     "33 equals on top": lambda width: (torch.randperm(width) < 33).float(),
@@ -299,6 +322,15 @@ PATTERNS = {
     "-inf and NaN": lambda width: torch.tensor([-INF, NAN, -NAN])[torch.randint(3, (width,))],
     "denormal": lambda width: torch.randint(-9, 9, (width,)) * 2.0**-149,
 }
+
+
+@pytest.mark.parametrize("width", ROW_WIDTHS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_few_rows_of_a_pattern(target: Target, pattern: str, width: int) -> None:
+    rows = torch.stack([PATTERNS[pattern](width).float() for _ in range(3)])[:, None]
+    visible = [width, width - 1, width // 2]
+    ids = select(rows, visible, target, topk=16)
+    assert ids.tolist() == oracle(rows, visible, 16, 0, 1)
 
 
 @pytest.mark.usefixtures("many_rows")

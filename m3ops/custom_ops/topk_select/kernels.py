@@ -461,9 +461,9 @@ def _topk_select_rows_kernel(
     """A program per row, for few rows, whose scores stay in registers.
 
     The maxima of groups of columns bound the least score that is kept from below, and a search
-    finds it; if `GATHER`, only in the groups whose maxima reach the bound. Forced blocks have their places, the other kept ones come out in ascending
-    order by a running count, without a sort, and ties fall to the lower id. Limit: the latency of
-    about ten reductions, one after the other.
+    finds it, if `GATHER` only in the groups whose maxima reach the bound. Forced blocks have their
+    places, the other kept ones come out in ascending order by a running count, without a sort, and
+    ties fall to the lower id. Limit: the latency of a dozen reductions, one after the other.
     """
     if PDL:
         gdc_wait()
@@ -529,15 +529,16 @@ def _select_of_row(
     `WANTED` scores reach the `WANTED`-th largest of their maxima, and few more do.
     """
     j = tl.arange(0, BLOCK_J)
+    low = tl.full([], _LOWEST, tl.int32)
     gathered = False
     if WANTED * 2 <= GROUPS:
         free = (j >= INIT) & (j < visible - LOCAL)
         # Of NaN and a number the number is the larger.
-        maxima = tl.where(free, scores, float("-inf"))
-        maxima = _order(tl.max(tl.reshape(maxima, [BLOCK_J // GROUPS, GROUPS]), 0))
+        maxima = tl.reshape(tl.where(free, scores, float("-inf")), [BLOCK_J // GROUPS, GROUPS])
+        maxima = _order(tl.max(maxima, 0))
         higher = tl.sum((maxima[:, None] > maxima[None, :]).to(tl.int32), 0)
         low = tl.min(tl.where(higher < WANTED, maxima, _FORCED))
-        if GATHER:
+        if GATHER and WANTED <= _MOST_GROUPS:
             count = tl.cumsum((maxima >= low).to(tl.int32), 0)
             gathered = (tl.max(count) <= _MOST_GROUPS) & (low > _LOWEST)
             if gathered:
@@ -545,8 +546,6 @@ def _select_of_row(
                     s_ptr, i_ptr, count, low, visible, wanted, stride_s_j, stride_i_k, WANTED, INIT,
                     LOCAL, BLOCK_J, GROUPS,
                 )  # fmt: skip
-    else:
-        low = tl.full([], _LOWEST, tl.int32)
     # If more groups tie than may be gathered, all columns are searched.
     if gathered == 0:
         keys = _free_keys(scores, j, visible, INIT, LOCAL)

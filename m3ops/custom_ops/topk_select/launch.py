@@ -90,11 +90,10 @@ def launch_topk_select(
     else:
         grid = (rows * heads,)
         kernel, block_j = _topk_select_rows_kernel, next_power_of_2(columns, 32)
-        arguments["BLOCK_J"] = block_j
-        arguments["NARROW_J"] = min(block_j, NARROW_COLUMNS)
-        arguments["NARROW_GROUPS"] = min(block_j, GROUPS)
-        arguments["GROUPS"] = min(block_j, GROUPS)
-        arguments["GATHER"] = block_j > GATHERED_COLUMNS and topk <= MAX_SORTED
+        narrow_j = min(block_j, NARROW_COLUMNS)
+        arguments["BLOCK_J"], arguments["GROUPS"] = block_j, min(block_j, GROUPS)
+        arguments["NARROW_J"], arguments["NARROW_GROUPS"] = narrow_j, min(narrow_j, GROUPS)
+        arguments["GATHER"] = block_j > GATHERED_COLUMNS
         arguments["CONTIGUOUS"] = scores.stride(2) == 1
         arguments["num_warps"] = _num_warps(block_j)
     launch(kernel, grid, scores.device, **arguments)
