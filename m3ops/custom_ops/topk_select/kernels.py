@@ -478,7 +478,8 @@ def _topk_select_rows_kernel(
     i_ptr = ids_ptr + row * stride_i_t + head * stride_i_h
 
     # The loads of a narrow row do not wait for `visible`; what lies past it is not used.
-    scores = _load_row(s_ptr, stride_s_j, num_columns, NARROW_J)
+    j = tl.arange(0, NARROW_J)
+    scores = tl.load(s_ptr + j.to(tl.int64) * stride_s_j, j < num_columns, 0.0)
     first = tl.minimum(visible, INIT)
     num_kept = tl.minimum(visible, TOPK)
     wanted = num_kept - tl.minimum(visible, INIT + LOCAL)
@@ -494,17 +495,12 @@ def _topk_select_rows_kernel(
             INIT, LOCAL, NARROW_J, NARROW_GROUPS, False,
         )  # fmt: skip
     elif NARROW_J < BLOCK_J:
-        wide = _load_row(s_ptr, stride_s_j, visible, BLOCK_J)
+        wide_j = tl.arange(0, BLOCK_J)
+        wide = tl.load(s_ptr + wide_j.to(tl.int64) * stride_s_j, wide_j < visible, 0.0)
         _select_of_row(
             s_ptr, i_ptr, wide, visible, wanted, stride_s_j, stride_i_k, TOPK - INIT - LOCAL,
             INIT, LOCAL, BLOCK_J, GROUPS, GATHER,
         )  # fmt: skip
-
-
-@triton.jit
-def _load_row(s_ptr, stride_s_j, num_columns, BLOCK_J: tl.constexpr):
-    j = tl.arange(0, BLOCK_J)
-    return tl.load(s_ptr + j.to(tl.int64) * stride_s_j, j < num_columns, 0.0)
 
 
 @triton.jit
