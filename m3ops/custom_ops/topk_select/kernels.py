@@ -34,9 +34,9 @@ _MOST_GROUPS = tl.constexpr(16)
 
 
 @triton.constexpr_function
-def list_depth(block_k):
+def list_depth(batch):
     """Entries of a share's list: how many there are, and what a batch may add to a full list."""
-    return 1 + _CANDIDATES.value + block_k
+    return 1 + _CANDIDATES.value + batch
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["visible_ptr"])
@@ -61,20 +61,26 @@ def _topk_select_columns_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SHARES: tl.constexpr,
+    BATCH: tl.constexpr,
+    SORTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A thread per row and share of its columns, for many rows side by side in memory.
 
-    Forced blocks have their places; of the others K' are wanted. The first pass bounds the K'-th
-    best score from below, the second, which should find the scores in L2, lists what reaches that
-    bound, about 20 candidates a row, and only those are ranked. Limit: the latency of loads, with
-    arithmetic close behind: 14 instructions a score.
+    Forced blocks have their places; of the others K' are wanted. If it `SORTS`, the first pass
+    keeps the best of every share sorted, and the second writes what reaches the K'-th best of the
+    row: 25 instructions a score, and little more. Else the first pass bounds the K'-th best score
+    from below, the second lists what reaches that bound, about 20 candidates a row, and only those
+    are ranked: 14 instructions a score, and as many again for each row as for 100 scores. The
+    second pass should find the scores in L2. Limit: the latency of loads, with arithmetic close
+    behind.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # int64 [SHARES, depth, BLOCK_R] of this program
-    lists_ptr += tl.program_id(0).to(tl.int64) * (SHARES * list_depth(BLOCK_K) * BLOCK_R)
+    if not SORTS:
+        # int64 [SHARES, depth, BLOCK_R] of this program
+        lists_ptr += tl.program_id(0).to(tl.int64) * (SHARES * list_depth(BATCH) * BLOCK_R)
     tiles = tl.cdiv(num_rows, BLOCK_R)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         # The last rows of a prompt see the most: they go first.
@@ -88,11 +94,18 @@ def _topk_select_columns_kernel(
         i_ptrs = ids_ptr + row * stride_i_t + head * stride_i_h
         free = tl.maximum(visible - (INIT + LOCAL), 0)
         if TOPK > INIT + LOCAL:
-            _select_free(
-                s_ptrs + INIT * stride_s_j.to(tl.int64), i_ptrs + INIT * stride_i_k, lists_ptr,
-                free, stride_s_j.to(tl.int64), stride_i_k, INIT, TOPK - INIT - LOCAL, BLOCK_K,
-                BLOCK_R, SHARES,
-            )  # fmt: skip
+            if SORTS:
+                _select_sorted(
+                    s_ptrs + INIT * stride_s_j.to(tl.int64), i_ptrs + INIT * stride_i_k, free,
+                    stride_s_j.to(tl.int64), stride_i_k, INIT, TOPK - INIT - LOCAL, BLOCK_K,
+                    BLOCK_R, SHARES,
+                )  # fmt: skip
+            else:
+                _select_listed(
+                    s_ptrs + INIT * stride_s_j.to(tl.int64), i_ptrs + INIT * stride_i_k, lists_ptr,
+                    free, stride_s_j.to(tl.int64), stride_i_k, INIT, TOPK - INIT - LOCAL, BLOCK_K,
+                    BLOCK_R, SHARES, BATCH,
+                )  # fmt: skip
         # The forced blocks come before and after; slots past them stay unused.
         part = tl.arange(0, SHARES)[None, :]
         for forced in tl.static_range(INIT):
@@ -106,7 +119,121 @@ def _topk_select_columns_kernel(
 
 
 @triton.jit
-def _select_free(
+def _select_sorted(
+    s_ptrs,
+    i_ptrs,
+    free,
+    stride_s_j,
+    stride_i_k,
+    INIT: tl.constexpr,
+    WANTED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """Write the ids of the best `WANTED` of `free` blocks, the first of which is block `INIT`."""
+    share, least, begin, size = _cut(free, SHARES)
+    s_ptrs += begin * stride_s_j
+    best = (tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32),) * BLOCK_K
+    full = tl.maximum(least, 0) // BLOCK_K * BLOCK_K
+    ptrs = s_ptrs
+    scores = _load_batch(ptrs, stride_s_j, full, BLOCK_K)
+    for step in range(0, full, BLOCK_K):
+        ptrs += BLOCK_K * stride_s_j
+        # On their way while these are sorted.
+        coming = _load_batch(ptrs, stride_s_j, full - BLOCK_K - step, BLOCK_K)
+        best = _merge(best, _sort(_rank_all(scores), BLOCK_K), BLOCK_K)
+        scores = coming
+    for step in range(full, share, BLOCK_K):
+        scores = _load_ranked(ptrs, stride_s_j, size - step, BLOCK_K)
+        best = _merge(best, _sort(scores, BLOCK_K), BLOCK_K)
+        ptrs += BLOCK_K * stride_s_j
+
+    threshold = (_merge_shares(best) if SHARES > 1 else _drop_shares(best))[WANTED - 1][:, None]
+    reach = tl.zeros_like(size)
+    for i in tl.static_range(BLOCK_K):
+        reach += ((best[i] >= threshold) & (best[i] > float("-inf"))).to(tl.int32)
+    # No ties, nothing that is not there, and no NaN that has to be kept.
+    plain = tl.sum(reach, 1)[:, None] == tl.minimum(free, WANTED)
+    # A share's list may not tell how many reach a score that all of it reaches.
+    if (WANTED < BLOCK_K) & (tl.min(plain.to(tl.int32)) == 1):
+        ends = i_ptrs + (tl.cumsum(reach, 1) - reach) * stride_i_k
+        column = INIT + begin + tl.zeros_like(size)
+        for step in range(0, full, BLOCK_K):
+            scores = _load_columns(s_ptrs, stride_s_j, None, None, BLOCK_K)
+            ends = _write_reaching(ends, stride_i_k, scores, column + step, threshold)
+            s_ptrs += BLOCK_K * stride_s_j
+        for step in range(full, share, BLOCK_K):
+            scores = _load_columns(s_ptrs, stride_s_j, size - step, float("nan"), BLOCK_K)
+            ends = _write_reaching(ends, stride_i_k, scores, column + step, threshold)
+            s_ptrs += BLOCK_K * stride_s_j
+    else:
+        _write_divided(s_ptrs, i_ptrs, best, begin, size, share, stride_s_j, stride_i_k, INIT,
+                       WANTED, BLOCK_K)  # fmt: skip
+
+
+@triton.jit
+def _cut(free, SHARES: tl.constexpr):
+    """Columns of a share; how many of them every share of every row has; and of each share its
+    first column and how many it has.
+    """
+    most, least = tl.max(free), tl.min(free)
+    share = tl.cdiv(most, SHARES)
+    least -= (SHARES - 1) * share
+    # [1, SHARES]
+    begin = (tl.arange(0, SHARES) * share)[None, :]
+    # [BLOCK_R, SHARES]
+    size = tl.minimum(tl.maximum(free - begin, 0), share)
+    return share, least, begin, size
+
+
+@triton.jit
+def _drop_shares(lists):
+    """``[BLOCK_R, 1]`` lists as ``[BLOCK_R]``."""
+    dropped = ()
+    for i in tl.static_range(len(lists)):
+        dropped = dropped + (tl.sum(lists[i], 1),)
+    return dropped
+
+
+@triton.jit
+def _write_reaching(ends, stride_i_k, scores, column, threshold):
+    """Write the columns, of those from `column` on, whose scores reach the threshold."""
+    for u in tl.static_range(len(scores)):
+        reaches = scores[u] >= threshold
+        tl.store(ends, column + u, reaches)
+        ends += tl.where(reaches, stride_i_k, 0)
+    return ends
+
+
+@triton.jit
+def _write_divided(
+    s_ptrs,
+    i_ptrs,
+    best,
+    begin,
+    size,
+    share,
+    stride_s_j,
+    stride_i_k,
+    INIT: tl.constexpr,
+    WANTED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write the best `WANTED` blocks of every row, ties and NaN among them, from all scores and the
+    `best` of each share.
+    """
+    threshold, room, slot = _divide(best, best, size, WANTED)
+    for step in range(0, share, BLOCK_K):
+        scores = _load_ranked(s_ptrs, stride_s_j, size - step, BLOCK_K)
+        for u in tl.static_range(BLOCK_K):
+            j = INIT + begin + step + u
+            room, slot = _emit(i_ptrs, stride_i_k, j, scores[u], threshold, room, slot)
+        s_ptrs += BLOCK_K * stride_s_j
+
+
+@triton.jit
+def _select_listed(
     s_ptrs,
     i_ptrs,
     lists_ptr,
@@ -118,33 +245,27 @@ def _select_free(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SHARES: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
-    """Write the ids of the best `WANTED` of `free` blocks, the first of which is block `INIT`."""
-    most, least = tl.max(free), tl.min(free)
-    bound = _bound(s_ptrs, stride_s_j, free, most, least, WANTED, BLOCK_K, BLOCK_R, SHARES)
-    share = tl.cdiv(most, SHARES)
-    # Columns that every share of every row has.
-    least -= (SHARES - 1) * share
-    # [1, SHARES]
-    begin = (tl.arange(0, SHARES) * share)[None, :]
-    # [BLOCK_R, SHARES]
-    size = tl.minimum(tl.maximum(free - begin, 0), share)
+    """The same from few candidates."""
+    bound = _bound(s_ptrs, stride_s_j, free, WANTED, BLOCK_K, BLOCK_R, SHARES, BATCH)
+    share, least, begin, size = _cut(free, SHARES)
     s_ptrs += begin * stride_s_j
     list_ptrs = lists_ptr + tl.arange(0, BLOCK_R)[:, None]
     _list_candidates(
-        s_ptrs, list_ptrs, bound, begin, size, share, least, stride_s_j, BLOCK_K, BLOCK_R, SHARES
+        s_ptrs, list_ptrs, bound, begin, size, share, least, stride_s_j, BATCH, BLOCK_R, SHARES
     )
     # Each thread wrote what its share holds, and reads its part of all candidates of the row.
     tl.debug_barrier()
     starts, total = (), tl.zeros([BLOCK_R, 1], tl.int32)
     for s in tl.static_range(SHARES):
         starts = starts + (total,)
-        total += tl.load(list_ptrs + s * list_depth(BLOCK_K) * BLOCK_R).to(tl.int32)
+        total += tl.load(list_ptrs + s * list_depth(BATCH) * BLOCK_R).to(tl.int32)
     # NaN is not listed, but ranks with -inf, and so may have to be kept.
     listed = (total == free) | ((bound > float("-inf")) & (total >= WANTED))
     listed &= total <= _CANDIDATES
     if tl.min(listed.to(tl.int32)) == 1:
-        ids, scores = _load_candidates(list_ptrs, starts, total, BLOCK_K, BLOCK_R, SHARES)
+        ids, scores = _load_candidates(list_ptrs, starts, total, BATCH, BLOCK_R, SHARES)
         length: tl.constexpr = _CANDIDATES // SHARES
         lowest = tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32)
         best = _sort(scores, length) + (lowest,) * (BLOCK_K - length)
@@ -159,13 +280,8 @@ def _select_free(
             scores = _load_ranked(ptrs, stride_s_j, size - step, BLOCK_K)
             best = _merge(best, _sort(scores, BLOCK_K), BLOCK_K)
             ptrs += BLOCK_K * stride_s_j
-        threshold, room, slot = _divide(best, best, size, WANTED)
-        for step in range(0, share, BLOCK_K):
-            scores = _load_ranked(s_ptrs, stride_s_j, size - step, BLOCK_K)
-            for u in tl.static_range(BLOCK_K):
-                j = INIT + begin + step + u
-                room, slot = _emit(i_ptrs, stride_i_k, j, scores[u], threshold, room, slot)
-            s_ptrs += BLOCK_K * stride_s_j
+        _write_divided(s_ptrs, i_ptrs, best, begin, size, share, stride_s_j, stride_i_k, INIT,
+                       WANTED, BLOCK_K)  # fmt: skip
     # Before the lists are written anew.
     tl.debug_barrier()
 
@@ -175,12 +291,11 @@ def _bound(
     s_ptrs,
     stride_s_j,
     free,
-    most,
-    least,
     WANTED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SHARES: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
     """A score that at least `WANTED` of every row reach, or -inf: the `WANTED`-th largest of the
     maxima of residue classes of columns, over which neighbours, often alike, are spread.
@@ -188,18 +303,19 @@ def _bound(
     groups: tl.constexpr = min(BLOCK_K, 64 // SHARES)
     lowest = tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32)
     best = (lowest,) * groups
-    begin = (tl.arange(0, SHARES) * BLOCK_K)[None, :]
+    most, least = tl.max(free), tl.min(free)
+    begin = (tl.arange(0, SHARES) * BATCH)[None, :]
     s_ptrs += begin * stride_s_j
-    batch: tl.constexpr = SHARES * BLOCK_K
+    batch: tl.constexpr = SHARES * BATCH
     full = least // batch * batch
     ptrs = s_ptrs
     for _ in range(0, full, batch):
-        best = _raise(best, _load_columns(ptrs, stride_s_j, None, None, BLOCK_K))
+        best = _raise(best, _load_columns(ptrs, stride_s_j, None, None, BATCH))
         ptrs += batch * stride_s_j
     ptrs = s_ptrs + full * stride_s_j
     for step in range(full, most, batch):
         left = free - begin - step
-        best = _raise(best, _load_columns(ptrs, stride_s_j, left, float("-inf"), BLOCK_K))
+        best = _raise(best, _load_columns(ptrs, stride_s_j, left, float("-inf"), BATCH))
         ptrs += batch * stride_s_j
     best = _sort(best, groups) + (lowest,) * (BLOCK_K - groups)
     return _merge_shares(best)[WANTED - 1][:, None]
@@ -227,25 +343,25 @@ def _list_candidates(
     share,
     least,
     stride_s_j,
-    BLOCK_K: tl.constexpr,
+    BATCH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SHARES: tl.constexpr,
 ):
     """List scores and columns of what reaches the bound, each share on its own, ascending."""
     # A list begins with its length.
-    list_ptrs += (tl.arange(0, SHARES) * (list_depth(BLOCK_K) * BLOCK_R))[None, :]
+    list_ptrs += (tl.arange(0, SHARES) * (list_depth(BATCH) * BLOCK_R))[None, :]
     begins = list_ptrs + BLOCK_R + tl.zeros_like(size)
-    full = tl.maximum(least, 0) // BLOCK_K * BLOCK_K
+    full = tl.maximum(least, 0) // BATCH * BATCH
     ptrs, ends = s_ptrs, begins
-    for step in range(0, full, BLOCK_K):
-        scores = _load_columns(ptrs, stride_s_j, None, None, BLOCK_K)
+    for step in range(0, full, BATCH):
+        scores = _load_columns(ptrs, stride_s_j, None, None, BATCH)
         ends = _append(ends, begins, scores, begin + step, bound, BLOCK_R)
-        ptrs += BLOCK_K * stride_s_j
+        ptrs += BATCH * stride_s_j
     ptrs = s_ptrs + full * stride_s_j
-    for step in range(full, share, BLOCK_K):
-        scores = _load_columns(ptrs, stride_s_j, size - step, float("nan"), BLOCK_K)
+    for step in range(full, share, BATCH):
+        scores = _load_columns(ptrs, stride_s_j, size - step, float("nan"), BATCH)
         ends = _append(ends, begins, scores, begin + step, bound, BLOCK_R)
-        ptrs += BLOCK_K * stride_s_j
+        ptrs += BATCH * stride_s_j
     tl.store(list_ptrs, _length(ends, begins, BLOCK_R))
 
 
@@ -273,7 +389,7 @@ def _load_candidates(
     list_ptrs,
     starts,
     total,
-    BLOCK_K: tl.constexpr,
+    BATCH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SHARES: tl.constexpr,
 ):
@@ -284,7 +400,7 @@ def _load_candidates(
         # Past the lengths and the unused ends of the lists before.
         source = 1 + place + tl.zeros_like(total)
         for s in tl.static_range(1, SHARES):
-            skipped = list_depth(BLOCK_K) - (starts[s] - starts[s - 1])
+            skipped = list_depth(BATCH) - (starts[s] - starts[s - 1])
             source += tl.where(place >= starts[s], skipped, 0)
         entry = tl.load(list_ptrs + source * BLOCK_R, place < total, _NO_ENTRY)
         ids = ids + (entry.to(tl.int32),)
@@ -305,13 +421,28 @@ def _load_columns(s_ptrs, stride_s_j, left, other, NUM: tl.constexpr):
 
 
 @triton.jit
+def _load_batch(s_ptrs, stride_s_j, left, NUM: tl.constexpr):
+    """The scores of the next `NUM` columns, if any are left."""
+    mask = tl.zeros(s_ptrs.shape, tl.int32) < left
+    columns = ()
+    for u in tl.static_range(NUM):
+        columns = columns + (tl.load(s_ptrs + u * stride_s_j, mask),)
+    return columns
+
+
+@triton.jit
+def _rank_all(scores):
+    """Scores as they rank: NaN with -inf."""
+    ranked = ()
+    for u in tl.static_range(len(scores)):
+        ranked = ranked + (tl.maximum(scores[u], float("-inf")),)
+    return ranked
+
+
+@triton.jit
 def _load_ranked(s_ptrs, stride_s_j, left, NUM: tl.constexpr):
     """The same as they rank, -inf past the last."""
-    scores = _load_columns(s_ptrs, stride_s_j, left, float("-inf"), NUM)
-    ranked = ()
-    for u in tl.static_range(NUM):
-        ranked = ranked + (_rank(scores[u]),)
-    return ranked
+    return _rank_all(_load_columns(s_ptrs, stride_s_j, left, float("-inf"), NUM))
 
 
 @triton.jit

@@ -32,6 +32,12 @@ MAX_SORTED = 16
 RESIDENT_WARPS, MAX_REGISTERS = 24, 80
 """Warps of a thread per row that a multiprocessor runs at once, and what that leaves a thread."""
 
+BATCH = 16
+"""Scores that a thread loads at once where it lists candidates."""
+
+SORTED_COLUMNS = 256
+"""Of no more columns than this all scores are sorted: for candidates a row takes longer."""
+
 NARROW_COLUMNS = 256
 """Rows that see no more blocks than this are searched whole, however wide the buffer."""
 
@@ -72,6 +78,7 @@ def launch_topk_select(
         "BLOCK_K": next_power_of_2(topk),
     }
     if topk <= MAX_SORTED and many_rows(rows, heads, scores.device):
+        sorts = columns <= SORTED_COLUMNS
         block_r, shares = _rows_and_shares(columns)
         warps = max(1, block_r * shares * max_warps(scores.device) // 1024)
         # As many programs as run at once, each with its own lists, go through all the rows.
@@ -79,8 +86,9 @@ def launch_topk_select(
         grid: tuple[int, ...] = (min(triton.cdiv(rows * heads, block_r), resident),)
         kernel, arguments["num_warps"] = _topk_select_columns_kernel, warps
         arguments["BLOCK_R"], arguments["SHARES"] = block_r, shares
-        lists = (*grid, shares, list_depth(arguments["BLOCK_K"]), block_r)
-        arguments["lists_ptr"] = scores.new_empty(lists, dtype=torch.int64)
+        arguments["BATCH"], arguments["SORTS"] = BATCH, sorts
+        lists = (*grid, shares, list_depth(BATCH), block_r)
+        arguments["lists_ptr"] = None if sorts else scores.new_empty(lists, dtype=torch.int64)
         if device_kind(scores.device) != "gfx942":
             arguments["maxnreg"] = MAX_REGISTERS
     elif columns > MAX_REGISTER_COLUMNS:
@@ -112,7 +120,7 @@ def _rows_and_shares(columns: int) -> tuple[int, int]:
     """Rows of a program, and threads that share the columns of each: the fewer the less work, but
     what all programs read should stay in L2 for a second pass.
     """
-    return (16, 2) if columns <= 64 else (32, 4)
+    return (16, 2) if columns <= SORTED_COLUMNS else (32, 4)
 
 
 def _num_warps(block_j: int) -> int:
