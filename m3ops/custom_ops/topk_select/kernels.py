@@ -157,7 +157,9 @@ def _select_sorted(
     plain = tl.sum(reach, 1)[:, None] == tl.minimum(free, WANTED)
     # A share's list may not tell how many reach a score that all of it reaches.
     if (WANTED < BLOCK_K) & (tl.min(plain.to(tl.int32)) == 1):
+        # In bytes: a count of what reaches the threshold would be made of packed bits.
         ends = i_ptrs + (tl.cumsum(reach, 1) - reach) * stride_i_k
+        ends = ends.to(tl.pointer_type(tl.int8))
         column = INIT + begin + tl.zeros_like(size)
         for step in range(0, full, BLOCK_K):
             scores = _load_columns(s_ptrs, stride_s_j, None, None, BLOCK_K)
@@ -201,8 +203,8 @@ def _write_reaching(ends, stride_i_k, scores, column, threshold):
     """Write the columns, of those from `column` on, whose scores reach the threshold."""
     for u in tl.static_range(len(scores)):
         reaches = scores[u] >= threshold
-        tl.store(ends, column + u, reaches)
-        ends += tl.where(reaches, stride_i_k, 0)
+        tl.store(ends.to(tl.pointer_type(tl.int32)), column + u, reaches)
+        ends += tl.where(reaches, 4 * stride_i_k, 0)
     return ends
 
 
