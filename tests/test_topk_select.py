@@ -272,6 +272,7 @@ def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "many_rows", lambda *sizes: True)
     monkeypatch.setattr(launch, "num_multiprocessors", lambda device: 1)
     monkeypatch.setattr(launch, "RESIDENT_WARPS", 8)
+    monkeypatch.setattr(launch, "SORTING_WARPS", 1)
 
 
 def check_many(

@@ -32,6 +32,9 @@ MAX_SORTED = 16
 RESIDENT_WARPS, MAX_REGISTERS = 24, 80
 """Warps of a thread per row that a multiprocessor runs at once, and what that leaves a thread."""
 
+SORTING_WARPS, SORTING_REGISTERS = 20, 96
+"""The same where all scores are sorted."""
+
 BATCH = 16
 """Scores that a thread loads at once where it lists candidates."""
 
@@ -82,7 +85,8 @@ def launch_topk_select(
         block_r, shares = _rows_and_shares(columns)
         warps = max(1, block_r * shares * max_warps(scores.device) // 1024)
         # As many programs as run at once, each with its own lists, go through all the rows.
-        resident = num_multiprocessors(scores.device) * RESIDENT_WARPS // warps
+        resident_warps = SORTING_WARPS if sorts else RESIDENT_WARPS
+        resident = num_multiprocessors(scores.device) * resident_warps // warps
         grid: tuple[int, ...] = (min(triton.cdiv(rows * heads, block_r), resident),)
         kernel, arguments["num_warps"] = _topk_select_columns_kernel, warps
         arguments["BLOCK_R"], arguments["SHARES"] = block_r, shares
@@ -90,7 +94,7 @@ def launch_topk_select(
         lists = (*grid, shares, list_depth(BATCH), block_r)
         arguments["lists_ptr"] = None if sorts else scores.new_empty(lists, dtype=torch.int64)
         if device_kind(scores.device) != "gfx942":
-            arguments["maxnreg"] = MAX_REGISTERS
+            arguments["maxnreg"] = SORTING_REGISTERS if sorts else MAX_REGISTERS
     elif columns > MAX_REGISTER_COLUMNS:
         grid = (rows * heads,)
         kernel, arguments["BLOCK_J"] = _topk_select_wide_kernel, 8192
