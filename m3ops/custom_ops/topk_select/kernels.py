@@ -69,11 +69,10 @@ def _topk_select_columns_kernel(
 
     Forced blocks have their places; of the others K' are wanted. If it `SORTS`, the first pass
     keeps the best of every share sorted, and the second writes what reaches the K'-th best of the
-    row: 25 instructions a score, and little more. Else the first pass bounds the K'-th best score
-    from below, the second lists what reaches that bound, about 20 candidates a row, and only those
-    are ranked: 14 instructions a score, and as many again for each row as for 100 scores. The
-    second pass should find the scores in L2. Limit: the latency of loads, with arithmetic close
-    behind.
+    row: 28 instructions a score. Else the first pass bounds the K'-th best score from below, the
+    second lists what reaches that bound, about 20 candidates a row, and only those are ranked: 14
+    instructions a score, and for each share as much as for 100 of them. The second pass should find
+    the scores in L2. Limit: the latency of loads, with arithmetic close behind.
     """
     if PDL:
         gdc_wait()
