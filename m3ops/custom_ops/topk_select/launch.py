@@ -29,13 +29,13 @@ MAX_REGISTER_COLUMNS = 8192
 MAX_SORTED = 16
 """Most ids of a row that a thread keeps sorted in registers: networks for more compile for long."""
 
-RESIDENT_WARPS, MAX_REGISTERS = 24, 80
+RESIDENT_WARPS, MAX_REGISTERS = 16, 128
 """Warps of a thread per row that a multiprocessor runs at once, and what that leaves a thread."""
 
 SORTING_WARPS, SORTING_REGISTERS = 20, 96
 """The same where all scores are sorted."""
 
-BATCH = 16
+BATCH = 32
 """Scores that a thread loads at once where it lists candidates."""
 
 SORTED_COLUMNS = 256
