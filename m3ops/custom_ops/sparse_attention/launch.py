@@ -165,7 +165,11 @@ def launch_sparse_attention(
         tile_t = hopper.TILE_T
     # Entries of a union hold a block and a bit per token of the tile.
     entries_fit = batch.num_block_columns <= 2 ** (31 - tile_t)
-    if tile_t < 2 or num_splits > 0 or softmax_scale <= 0 or not entries_fit:
+    alone = tile_t < 2 or num_splits > 0 or softmax_scale <= 0 or not entries_fit
+    if hopper is not None and not alone and hopper.drafts_fill(q, block_ids, batch):
+        hopper.attend_drafts(*inputs, max_scratch_bytes, out, lse)
+        return
+    if alone:
         one_by_one = rows
     elif hopper is not None and _tiles_fill(inputs):
         one_by_one = 0

@@ -9,6 +9,7 @@ from ....batch import PACKED, PAGED, Batch
 from ...common.launch import fetchable, run, supports_hopper
 from .decode.launch import attend_decode_rows
 from .descriptors import key_descriptor
+from .drafts.launch import attend_drafts, drafts_fill
 from .kernels import _sparse_attention_hopper_kernel
 from .kv_major.launch import allocate_lists, launch_kv_major
 
@@ -16,6 +17,8 @@ __all__ = [
     "TILE_T",
     "allocate_lists",
     "attend_decode_rows",
+    "attend_drafts",
+    "drafts_fill",
     "launch_hopper_attention",
     "launch_kv_major",
     "supports",

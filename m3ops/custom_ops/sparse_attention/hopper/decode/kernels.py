@@ -106,36 +106,42 @@ def _guess(pointer):
 
 @gluon.jit
 def _prefetch_inputs(
+    b,
+    row,
     queries,
     ids,
     sources,
     place,
     batch,
+    ROWS: gl.constexpr,
     GROUP: gl.constexpr,
     TOPK: gl.constexpr,
     PAGED: gl.constexpr,
 ):
-    """What the row needs before its first key, as far as that can be told beforehand.
+    """What `ROWS` rows of a sequence need before their first key, as far as the place is known.
 
     It may be another sequence's, which costs a little time: no result depends on it.
     """
     q_ptr, stride_q_t, stride_q_h = queries
     ids_ptr, stride_i_t, stride_i_h, stride_i_k = ids
     _, _, block_table_ptr, stride_table_b, _ = sources
-    row, _, head_kv, _ = place
-    cu_seqlens_q_ptr, seqused_k_ptr, _, num_seqs, _, num_tokens, longest = batch
+    _, _, head_kv, _ = place
+    cu_seqlens_q_ptr, seqused_k_ptr, _, num_seqs, row_end, num_tokens, longest = batch
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    b = gl.minimum(row, num_seqs - 1)
+    b = gl.minimum(b, num_seqs - 1)
     if b >= 0:
         lane = gl.arange(0, 32, LANES)
         _prefetch(cu_seqlens_q_ptr + b + lane % 2)
         _prefetch(seqused_k_ptr + b + 0 * lane)
-        i_ptr = ids_ptr + row.to(gl.int64) * stride_i_t + head_kv.to(gl.int64) * stride_i_h
-        _prefetch(i_ptr + gl.minimum(lane, TOPK - 1).to(gl.int64) * stride_i_k)
+        i = gl.arange(0, ROWS * 32, LANES)
+        rows = gl.minimum(row + i // 32, row_end - 1).to(gl.int64)
+        i_ptrs = ids_ptr + rows * stride_i_t + head_kv.to(gl.int64) * stride_i_h
+        _prefetch(i_ptrs + gl.minimum(i % 32, TOPK - 1).to(gl.int64) * stride_i_k)
         # Two lines of 128 bytes for each head.
-        line = gl.arange(0, GROUP * 2, LANES)
-        head = (head_kv * GROUP + line // 2).to(gl.int64)
-        _prefetch(q_ptr + row.to(gl.int64) * stride_q_t + head * stride_q_h + line % 2 * 64)
+        line = gl.arange(0, ROWS * GROUP * 2, LANES)
+        rows = gl.minimum(row + line // (GROUP * 2), row_end - 1).to(gl.int64)
+        head = (head_kv * GROUP + line // 2 % GROUP).to(gl.int64)
+        _prefetch(q_ptr + rows * stride_q_t + head * stride_q_h + line % 2 * 64)
         if PAGED:
             # The first 4096 entries: one of every 128 bytes.
             entry = gl.arange(0, 128, LANES) * 32
@@ -198,6 +204,71 @@ def _read(ring, slot):
 
 
 @gluon.jit
+def _fetch_descriptors(rings, ready, sources):
+    """Start copies of keys before the first one, which are zeros and come from nowhere.
+
+    So the copy engine has its descriptors when ids and pages are there. The slot is the last one
+    to be filled, for which `ready` is to be awaited.
+    """
+    k_ring, v_ring, _, _, _, _ = rings
+    k_desc, v_desc, _, _, _ = sources
+    STAGES: gl.constexpr = k_ring.shape[0]
+    PART: gl.constexpr = k_ring.shape[3]
+    mbarrier.expect(ready, 2 * k_desc.block_type.nbytes)
+    _load_async(k_desc, [0, 0, -PART, 0], ready, k_ring.index(STAGES - 1))
+    _load_async(v_desc, [0, 0, -PART, 0], ready, v_ring.index(STAGES - 1))
+
+
+@gluon.jit
+def _copy_part(
+    rings,
+    sources,
+    slot,
+    phase,
+    here,
+    page,
+    b,
+    head_kv,
+    first_key,
+    part,
+    note,
+    PAGED: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Fill a slot, once it is free, with a part of the block in lane `here` and with a note."""
+    k_ring, v_ring, note_ring, k_full, v_full, empty = rings
+    k_desc, v_desc, _, _, _ = sources
+    PART: gl.constexpr = k_ring.shape[3]
+    PARTS: gl.constexpr = _BLOCK_SIZE // PART
+    if PAGED:
+        outer = gl.sum(gl.where(here, page, 0), 0)
+        token = part % PARTS * PART
+    else:
+        outer = b
+        if PACKED:
+            outer = gl.to_tensor(0)
+        token = first_key + part * PART
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    # Seen by whoever sees the barrier's phase complete.
+    _write(note_ring, slot, note)
+    _barrier()
+    mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+    _load_async(k_desc, [outer, head_kv, token, 0], k_full.index(slot), k_ring.index(slot))
+    mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+    _load_async(v_desc, [outer, head_kv, token, 0], v_full.index(slot), v_ring.index(slot))
+
+
+@gluon.jit
+def _end_parts(rings, slot, phase, note):
+    """A slot with a note alone."""
+    _, _, note_ring, k_full, _, empty = rings
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    _write(note_ring, slot, note)
+    _barrier()
+    mbarrier.arrive(k_full.index(slot), count=1)
+
+
+@gluon.jit
 def _copy_parts(
     copied,
     GROUP: gl.constexpr,
@@ -209,20 +280,14 @@ def _copy_parts(
 ):
     """This split's share of the parts, then a part without visible keys, which ends them."""
     rings, ready, queries, sources, ids, place, num_splits, batch = copied
-    k_ring, v_ring, last_ring, k_full, v_full, empty = rings
-    k_desc, v_desc, _, _, _ = sources
-    _, _, head_kv, split = place
+    row, _, head_kv, split = place
     _, _, first_key_ptr, num_seqs, _, _, _ = batch
-    STAGES: gl.constexpr = k_ring.shape[0]
-    PART: gl.constexpr = k_ring.shape[3]
+    STAGES: gl.constexpr = rings[0].shape[0]
+    PART: gl.constexpr = rings[0].shape[3]
     PARTS: gl.constexpr = _BLOCK_SIZE // PART
-    # Copies of keys before the first one, which are zeros and come from nowhere: the copy engine
-    # has its descriptors when ids and pages are there. The slot is the last one to be filled.
-    mbarrier.expect(ready, 2 * k_desc.block_type.nbytes)
-    _load_async(k_desc, [0, 0, -PART, 0], ready, k_ring.index(STAGES - 1))
-    _load_async(v_desc, [0, 0, -PART, 0], ready, v_ring.index(STAGES - 1))
+    _fetch_descriptors(rings, ready, sources)
     if PDL:
-        _prefetch_inputs(queries, ids, sources, place, batch, GROUP, TOPK, PAGED)
+        _prefetch_inputs(row, row, queries, ids, sources, place, batch, 1, GROUP, TOPK, PAGED)
         gdc_wait()
     b, position, count, end, block, page = _list_parts(
         ids, sources, place, batch, PART, TOPK, PAGED, BLOCK_B
@@ -239,27 +304,12 @@ def _copy_parts(
     for i in range(total * split // num_splits, total * (split + 1) // num_splits):
         here = (end - count <= i) & (i < end)
         part = i + gl.sum(gl.where(here, offset, 0), 0)
-        if PAGED:
-            outer = gl.sum(gl.where(here, page, 0), 0)
-            token = part % PARTS * PART
-        else:
-            outer = b
-            if PACKED:
-                outer = gl.to_tensor(0)
-            token = first_key + part * PART
-        mbarrier.wait(empty.index(slot), phase ^ 1)
-        # Seen by whoever sees the barrier's phase complete.
-        _write(last_ring, slot, position - part * PART)
-        _barrier()
-        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-        _load_async(k_desc, [outer, head_kv, token, 0], k_full.index(slot), k_ring.index(slot))
-        mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-        _load_async(v_desc, [outer, head_kv, token, 0], v_full.index(slot), v_ring.index(slot))
+        _copy_part(
+            rings, sources, slot, phase, here, page, b, head_kv, first_key, part,
+            position - part * PART, PAGED, PACKED,
+        )  # fmt: skip
         slot, phase = _next_slot(slot, phase, STAGES)
-    mbarrier.wait(empty.index(slot), phase ^ 1)
-    _write(last_ring, slot, -1)
-    _barrier()
-    mbarrier.arrive(k_full.index(slot), count=1)
+    _end_parts(rings, slot, phase, -1)
 
 
 @gluon.jit
@@ -347,7 +397,7 @@ def _attend_parts(
     o_ptrs = _place(outputs[0], split, out_row, head)[None, :] + gl.arange(0, DIM, ROW)[:, None]
     gl.store(o_ptrs, out.to(outputs[0][0].dtype.element_ty))
     if joined[0] is not None:
-        _join_if_last(outputs, joined, place, GROUP, DIM, MAX_JOINED_SPLITS)
+        _join_if_last(outputs, joined, place, out_row + 1, 1, GROUP, DIM, MAX_JOINED_SPLITS)
 
 
 @gluon.jit(

@@ -117,19 +117,46 @@ def launch_hopper_decode(
         q, k, v, block_ids, batch, softmax_scale: as the op has them.
         joined: where the program that comes last joins the splits, if one does.
     """
-    heads_kv, topk = block_ids.shape[1:]
-    counters, final_out, final_lse = joined or (None, None, None)
-    arguments: dict[str, Any] = layout_args(batch, k)
-    layout = arguments.pop("LAYOUT")
-    del arguments["BLOCK_SIZE"]
-    arguments["BLOCK_B"] = BLOCK_B
+    heads_kv = block_ids.shape[1]
+    arguments = decode_args(q, k, v, block_ids, batch, softmax_scale, out, lse, joined, PART)
     launch(
         _sparse_attention_decode_kernel,
         ((end - begin) * heads_kv * num_splits,),
         q.device,
+        row_begin=begin,
+        row_end=end,
+        num_splits=num_splits,
+        BLOCK_B=BLOCK_B,
+        STAGES=STAGES,
+        MAX_JOINED_SPLITS=MAX_JOINED_SPLITS,
+        num_warps=4,
+        maxnreg=MAX_REGISTERS,
+        **arguments,
+    )
+
+
+def decode_args(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_ids: Tensor,
+    batch: Batch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    joined: Joined | None,
+    part: int,
+) -> dict[str, Any]:
+    """Arguments of a kernel that lists what its rows selected, fetched `part` keys at once."""
+    heads_kv, topk = block_ids.shape[1:]
+    counters, final_out, final_lse = joined or (None, None, None)
+    arguments: dict[str, Any] = layout_args(batch, k)
+    layout = arguments.pop("LAYOUT")
+    del arguments["BLOCK_SIZE"], arguments["BLOCK_B"]
+    return arguments | dict(
         q_ptr=q,
-        k_desc=key_descriptor(k, batch, PART),
-        v_desc=key_descriptor(v, batch, PART),
+        k_desc=key_descriptor(k, batch, part),
+        v_desc=key_descriptor(v, batch, part),
         ids_ptr=block_ids,
         out_ptr=out,
         lse_ptr=lse,
@@ -152,17 +179,9 @@ def launch_hopper_decode(
         stride_fo_h=0 if final_out is None else final_out.stride(1),
         stride_fl_t=0 if final_lse is None else final_lse.stride(0),
         stride_fl_h=0 if final_lse is None else final_lse.stride(1),
-        row_begin=begin,
-        row_end=end,
-        num_splits=num_splits,
         HEADS_KV=heads_kv,
         GROUP=GROUP,
         TOPK=topk,
         PAGED=layout == PAGED,
         PACKED=layout == PACKED,
-        STAGES=STAGES,
-        MAX_JOINED_SPLITS=MAX_JOINED_SPLITS,
-        num_warps=4,
-        maxnreg=MAX_REGISTERS,
-        **arguments,
     )

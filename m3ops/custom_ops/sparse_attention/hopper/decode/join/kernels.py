@@ -19,12 +19,15 @@ def _join_if_last(
     outputs,
     joined,
     place,
+    limit,
+    ROWS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
     MAX_JOINED_SPLITS: gl.constexpr,
 ):
     """Join all splits' results if this one's came last, in an order that does not depend on it.
 
+    They are of `ROWS` rows, as far as those lie before `limit`, and the heads of one KV head.
     Tickets say who is the last: it leaves 0 behind, as it found it.
     """
     outs_ptr, stride_s, stride_t, stride_h = outputs[0]
@@ -40,17 +43,20 @@ def _join_if_last(
         LAYOUT: gl.constexpr = gl.BlockedLayout(
             [MAX_JOINED_SPLITS, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]
         )
-        SPLIT_HEAD: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+        SPLIT_PAIR: gl.constexpr = gl.SliceLayout(2, LAYOUT)
         OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-        s = gl.arange(0, MAX_JOINED_SPLITS, gl.SliceLayout(1, SPLIT_HEAD))
-        head = head_kv * GROUP + gl.arange(0, GROUP, gl.SliceLayout(0, SPLIT_HEAD))
+        s = gl.arange(0, MAX_JOINED_SPLITS, gl.SliceLayout(1, SPLIT_PAIR))
+        pair = gl.arange(0, ROWS * GROUP, gl.SliceLayout(0, SPLIT_PAIR))
+        row = out_row + pair // GROUP
+        head = head_kv * GROUP + pair % GROUP
+        live = row < limit
         d = gl.arange(0, DIM, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-        # [MAX_JOINED_SPLITS, GROUP]
-        o_ptrs = _place(outs, s[:, None], out_row, head[None, :])
-        l_ptrs = _place(outputs[1], s[:, None], out_row, head[None, :])
-        mask = (s < num_splits)[:, None]
+        # [MAX_JOINED_SPLITS, ROWS * GROUP]
+        o_ptrs = _place(outs, s[:, None], row[None, :], head[None, :])
+        l_ptrs = _place(outputs[1], s[:, None], row[None, :], head[None, :])
+        mask = (s < num_splits)[:, None] & live[None, :]
         lse = gl.load(l_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        # [MAX_JOINED_SPLITS, GROUP, DIM]
+        # [MAX_JOINED_SPLITS, ROWS * GROUP, DIM]
         out = gl.load(
             o_ptrs[:, :, None] + d[None, None, :],
             mask=mask[:, :, None],
@@ -62,11 +68,16 @@ def _join_if_last(
         total = gl.sum(shares, 0)
         divisor = gl.where(total > 0, total, 1.0)
         joined_lse = gl.where(total > 0, top + gl.log2(divisor) * _LN_2, float("-inf"))
-        gl.store(_place(final_lse, split, out_row, head), joined_lse)
+        gl.store(_place(final_lse, split, row, head), joined_lse, mask=live)
         shares *= (1.0 / divisor)[None, :]
-        # [GROUP, DIM]
+        # [ROWS * GROUP, DIM]
         joined_out = gl.sum(out * shares[:, :, None], 0)
-        head = head_kv * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, OUT))
+        pair = gl.arange(0, ROWS * GROUP, gl.SliceLayout(1, OUT))
+        row = out_row + pair // GROUP
         d = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-        o_ptrs = _place(final_out, split, out_row, head)[:, None] + d[None, :]
-        gl.store(o_ptrs, joined_out.to(final_out[0].dtype.element_ty))
+        o_ptrs = _place(final_out, split, row, head_kv * GROUP + pair % GROUP)
+        gl.store(
+            o_ptrs[:, None] + d[None, :],
+            joined_out.to(final_out[0].dtype.element_ty),
+            mask=(row < limit)[:, None],
+        )
