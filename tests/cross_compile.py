@@ -166,13 +166,14 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def launches(geometry: Geometry, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every launcher that depends on a geometry: decode rows, many, one and few, and a prompt."""
+    """Every launcher that depends on a geometry: decode rows, many, one and few, and prompts."""
     layout, heads_q, heads_kv, dim, block_size, topk = geometry
     keys = _PAGES * block_size
     for what, tokens, seqs, longest, splits in (
         ("decode", 64, 64, 1, 0),
         ("decode alone", 1, 1, 1, 8),
         ("decode in splits", 16, 16, 1, 0),
+        ("drafts", 64, 16, 4, 0),
         ("prefill", 4096, 1, 4096, 0),
     ):
         sizes = {"paged": (_PAGES,), "packed": (keys,), "batched": (seqs, keys)}[layout]
@@ -197,6 +198,16 @@ def launches(geometry: Geometry, dtype: torch.dtype) -> Iterator[tuple[str, Call
         scores = torch.empty(tokens, heads_kv, _PAGES)
         ids = torch.empty(tokens, heads_kv, topk, dtype=torch.int32)
         out, lse = torch.empty_like(q), torch.empty(tokens, heads_q)
+        yield (
+            f"sparse_attention {what}",
+            partial(
+                sparse_attention.launch_sparse_attention,
+                *(q, k, v, ids, batch, dim**-0.5, splits, 2**30, out, lse),
+            ),
+        )
+        if what == "drafts":
+            # Rows like any others to the rest.
+            continue
         if layout == "paged":
             yield (
                 f"index_score {what}",
@@ -207,13 +218,6 @@ def launches(geometry: Geometry, dtype: torch.dtype) -> Iterator[tuple[str, Call
             partial(
                 select_blocks.launch_select_blocks,
                 *(index_q, index_k, batch, topk, 0, 1, 0, 2**30, ids),
-            ),
-        )
-        yield (
-            f"sparse_attention {what}",
-            partial(
-                sparse_attention.launch_sparse_attention,
-                *(q, k, v, ids, batch, dim**-0.5, splits, 2**30, out, lse),
             ),
         )
         if layout == "paged":

@@ -56,6 +56,7 @@ GLUON_KERNELS = {
     "_index_score_decode_kernel",
     "_index_score_hopper_kernel",
     "_sparse_attention_decode_kernel",
+    "_sparse_attention_drafts_kernel",
     "_sparse_attention_hopper_kernel",
     "_sparse_attention_kv_major_kernel",
 }

@@ -64,12 +64,20 @@ def _find_rows(b, batch, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _load_ids(ids, row, slot, head_kv, row_end, TOPK: gl.constexpr):
+def _load_ids(ids, row, slot, head_kv, row_end, TOPK: gl.constexpr, DENSE: gl.constexpr):
     """The ids in some slots of some rows; -1 where there is no such row or slot."""
     ids_ptr, stride_i_t, stride_i_h, stride_i_k = ids
     i_ptrs = ids_ptr + head_kv.to(gl.int64) * stride_i_h
-    i_ptrs += row.to(gl.int64) * stride_i_t + slot.to(gl.int64) * stride_i_k
-    return gl.load(i_ptrs, mask=(row < row_end) & (slot < TOPK), other=-1)
+    i_ptrs = i_ptrs + row.to(gl.int64) * stride_i_t
+    if DENSE:
+        # Several at once: in a partition a stride of 1 is not known to be that.
+        i_ptrs = i_ptrs + slot
+    else:
+        i_ptrs = i_ptrs + slot.to(gl.int64) * stride_i_k
+    mask = row < row_end
+    if TOPK < _next_power_of_2(TOPK, 1):
+        mask = mask & (slot < TOPK)
+    return gl.load(i_ptrs, mask=mask, other=-1)
 
 
 @gluon.jit
@@ -82,6 +90,7 @@ def _list_union(
     PART: gl.constexpr,
     TOPK: gl.constexpr,
     TOKENS: gl.constexpr,
+    DENSE: gl.constexpr,
     PAGED: gl.constexpr,
 ):
     """The parts with visible keys of the blocks that any row selected, over one warp's lanes.
@@ -108,12 +117,12 @@ def _list_union(
     all_slots = gl.arange(0, COLUMNS, gl.SliceLayout(0, IDS))[None, :]
     # Asked for beside the sequence's place, which every sequence with all its rows has.
     guess = gl.minimum(b * queries_per_seq, row_end)
-    block = _load_ids(ids, guess + t, e % COLUMNS, head_kv, row_end, TOPK)
-    all_ids = _load_ids(ids, guess + all_t, all_slots, head_kv, row_end, TOPK)
+    block = _load_ids(ids, guess + t, e % COLUMNS, head_kv, row_end, TOPK, DENSE)
+    all_ids = _load_ids(ids, guess + all_t, all_slots, head_kv, row_end, TOPK, DENSE)
     first, limit, shift = _find_rows(b, batch, TOKENS)
     if first != guess:
-        block = _load_ids(ids, first + t, e % COLUMNS, head_kv, row_end, TOPK)
-        all_ids = _load_ids(ids, first + all_t, all_slots, head_kv, row_end, TOPK)
+        block = _load_ids(ids, first + t, e % COLUMNS, head_kv, row_end, TOPK, DENSE)
+        all_ids = _load_ids(ids, first + all_t, all_slots, head_kv, row_end, TOPK, DENSE)
     # The last block that a row sees.
     own = gl.where(first + t < limit, (first + t + shift) >> _log2(_BLOCK_SIZE), -1)
     chosen = (t < TOKENS) & (block >= 0) & (block <= own)
@@ -173,6 +182,7 @@ def _copy_union(
     GROUP: gl.constexpr,
     TOPK: gl.constexpr,
     TOKENS: gl.constexpr,
+    DENSE: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     PAGED: gl.constexpr,
     PACKED: gl.constexpr,
@@ -197,7 +207,7 @@ def _copy_union(
         _prefetch_inputs(b, row, queries, ids, sources, place, batch, TOKENS, GROUP, TOPK, PAGED)
         gdc_wait()
     position, count, end, block, page, members = _list_union(
-        ids, sources, place, batch, queries_per_seq, PART, TOPK, TOKENS, PAGED
+        ids, sources, place, batch, queries_per_seq, PART, TOPK, TOKENS, DENSE, PAGED
     )
     first_key = gl.to_tensor(0)
     if first_key_ptr is not None:
@@ -208,11 +218,12 @@ def _copy_union(
     mbarrier.wait(ready, 0)
     slot = 0
     phase = 0
-    for i in range(total * split // num_splits, total * (split + 1) // num_splits):
+    for i in range(split, total, num_splits):
         here = (end - count <= i) & (i < end)
         part_entry = gl.sum(gl.where(here, entry, 0), 0)
         part = i + (part_entry >> TOKENS)
-        note = (position - part * PART) << TOKENS | part_entry & ((1 << TOKENS) - 1)
+        last = gl.minimum(position - part * PART, PART)
+        note = last << TOKENS | part_entry & ((1 << TOKENS) - 1)
         _copy_part(
             rings, sources, slot, phase, here, page, b, head_kv, first_key, part, note, PAGED,
             PACKED,
@@ -331,7 +342,7 @@ def _attend_union(
     _meet(meetings.index(1))
 
     # Each joins its share of the rows.
-    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     begin: gl.constexpr = WARPGROUP * SHARE
     top = gl.full([SHARE], _LOWEST, gl.float32, OUT_ROW)
@@ -419,6 +430,7 @@ def _sparse_attention_drafts_kernel(
     GROUP: gl.constexpr,
     TOPK: gl.constexpr,
     TOKENS: gl.constexpr,
+    DENSE: gl.constexpr,
     PAGED: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -465,8 +477,9 @@ def _sparse_attention_drafts_kernel(
     queries = (q_ptr, stride_q_t, stride_q_h)
     ids = (ids_ptr, stride_i_t, stride_i_h, stride_i_k)
     sources = (k_desc, v_desc, block_table_ptr, stride_table_b, num_pages)
+    # Splits lie whole heads apart, which 16 bytes divide.
     outputs = (
-        (out_ptr, stride_o_s, stride_o_t, stride_o_h),
+        (out_ptr, stride_o_s // DIM * DIM, stride_o_t, stride_o_h),
         (lse_ptr, stride_l_s, stride_l_t, stride_l_h),
     )
     joined = (
@@ -487,7 +500,7 @@ def _sparse_attention_drafts_kernel(
         gl.warp_specialize(
             [
                 (_attend_union, (attended, W0, WARPGROUPS, GROUP, MAX_JOINED_SPLITS, PDL)),
-                (_copy_union, (copied, GROUP, TOPK, TOKENS, WARPGROUPS, PAGED, PACKED, PDL)),
+                (_copy_union, (copied, GROUP, TOPK, TOKENS, DENSE, WARPGROUPS, PAGED, PACKED, PDL)),
             ],
             worker_num_warps=[1],
             worker_num_regs=[128],
@@ -497,7 +510,7 @@ def _sparse_attention_drafts_kernel(
             [
                 (_attend_union, (attended, W0, WARPGROUPS, GROUP, MAX_JOINED_SPLITS, PDL)),
                 (_attend_union, (attended, W1, WARPGROUPS, GROUP, MAX_JOINED_SPLITS, PDL)),
-                (_copy_union, (copied, GROUP, TOPK, TOKENS, WARPGROUPS, PAGED, PACKED, PDL)),
+                (_copy_union, (copied, GROUP, TOPK, TOKENS, DENSE, WARPGROUPS, PAGED, PACKED, PDL)),
             ],
             worker_num_warps=[4, 1],
             worker_num_regs=[192, 112],

@@ -114,6 +114,7 @@ def launch_hopper_drafts(
         num_splits=num_splits,
         queries_per_seq=batch.max_seqlen_q,
         TOKENS=TOKENS,
+        DENSE=block_ids.stride(2) == 1,
         STAGES=STAGES,
         WARPGROUPS=WARPGROUPS,
         MAX_JOINED_SPLITS=next_power_of_2(num_splits, 2),

@@ -41,7 +41,7 @@ def _join_if_last(
         # All loads are in flight at once, of 16 bytes each: splits lie whole heads apart.
         outs = (outs_ptr, stride_s // DIM * DIM, stride_t, stride_h)
         LAYOUT: gl.constexpr = gl.BlockedLayout(
-            [MAX_JOINED_SPLITS, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]
+            [MAX_JOINED_SPLITS, 1, 4], [1, 4, 8], [1, 4, 1], [2, 1, 0]
         )
         SPLIT_PAIR: gl.constexpr = gl.SliceLayout(2, LAYOUT)
         OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
