@@ -1,1 +1,1 @@
-"""Speculative rows on Hopper: the rows of a sequence share every block that any of them selected."""
+"""Speculative rows on Hopper: those of a sequence share the blocks that any of them selected."""

@@ -1,8 +1,8 @@
 """Gluon kernel for Hopper: one copying warp feeds warpgroups that take turns at what it copies.
 
-A program takes the few rows of one sequence and the heads of one KV head. Its (row, head) pairs are
-the rows of the products, ``S = q K^T`` and ``O = P V``. The blocks that any of its rows selected are
-cut into *parts*. Those with visible keys are shared out over the splits, and a split's over the
+A program takes the few rows of one sequence and the heads of one KV head. Its (row, head) pairs
+are the rows of the products, ``S = q K^T`` and ``O = P V``. The blocks that any of its rows selected
+are cut into *parts*. Those with visible keys are shared out over the splits, and a split's over the
 warpgroups. Each of these has sums of its own, which are joined in shared memory at the end: while
 one waits for its product or its exponentials, another multiplies.
 """
@@ -75,7 +75,7 @@ def _load_ids(ids, row, slot, head_kv, row_end, TOPK: gl.constexpr, DENSE: gl.co
     else:
         i_ptrs = i_ptrs + slot.to(gl.int64) * stride_i_k
     mask = row < row_end
-    if TOPK < _next_power_of_2(TOPK, 1):
+    if _next_power_of_2(TOPK, 1) > TOPK:
         mask = mask & (slot < TOPK)
     return gl.load(i_ptrs, mask=mask, other=-1)
 
@@ -101,9 +101,7 @@ def _list_union(
     COLUMNS: gl.constexpr = _next_power_of_2(TOPK, 1)
     PARTS: gl.constexpr = _BLOCK_SIZE // PART
     # Entries lie over the lanes, and each lane compares its own with all ids.
-    CUBE: gl.constexpr = gl.BlockedLayout(
-        [1, TOKENS, COLUMNS], [32, 1, 1], [1, 1, 1], [2, 1, 0]
-    )
+    CUBE: gl.constexpr = gl.BlockedLayout([1, TOKENS, COLUMNS], [32, 1, 1], [1, 1, 1], [2, 1, 0])
     PAIRS: gl.constexpr = gl.SliceLayout(2, CUBE)
     ENTRY: gl.constexpr = gl.SliceLayout(1, PAIRS)
     IDS: gl.constexpr = gl.SliceLayout(0, CUBE)
@@ -229,7 +227,7 @@ def _copy_union(
             PACKED,
         )  # fmt: skip
         slot, phase = _next_slot(slot, phase, STAGES)
-    for i in gl.static_range(WARPGROUPS):
+    for _i in gl.static_range(WARPGROUPS):
         _end_parts(rings, slot, phase, 0)
         slot, phase = _next_slot(slot, phase, STAGES)
     _clear_padding(outputs, joined, place, batch, GROUP, DIM)
@@ -255,7 +253,7 @@ def _load_queries(q_tile, queries, first, limit, head_kv, GROUP: gl.constexpr):
 
 @gluon.jit
 def _own_next_slot(slot, phase, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr):
-    for i in gl.static_range(WARPGROUPS):
+    for _i in gl.static_range(WARPGROUPS):
         slot, phase = _next_slot(slot, phase, STAGES)
     return slot, phase
 
@@ -374,9 +372,7 @@ def _attend_union(
         )  # fmt: skip
         share_t: gl.constexpr = WARPGROUP * TOKENS // WARPGROUPS
         place = (b, first + share_t, head_kv, split)
-        _join_if_last(
-            outputs, joined, place, limit, SHARE // GROUP, GROUP, DIM, MAX_JOINED_SPLITS
-        )
+        _join_if_last(outputs, joined, place, limit, SHARE // GROUP, GROUP, DIM, MAX_JOINED_SPLITS)
 
 
 @gluon.jit(

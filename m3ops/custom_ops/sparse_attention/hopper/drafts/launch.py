@@ -19,7 +19,7 @@ MAX_TOPK = 16
 """Ids of a row: one warp compares each of a sequence with all of it."""
 
 PART, STAGES, WARPGROUPS, MAX_REGISTERS = 64, 6, 2, 168
-"""Keys that are fetched as one, such parts in flight, who multiplies them, registers of a thread."""
+"""Keys that are fetched as one, such parts in flight, warpgroups, and registers of a thread."""
 
 START = 2
 """What a program does before its first block and after its last, in blocks' time."""
@@ -40,7 +40,7 @@ def drafts_fill(q: Tensor, block_ids: Tensor, batch: Batch) -> bool:
 
 
 def choose_drafts_splits(tiles: int, topk: int, device: torch.device) -> int:
-    """The number of splits that ends first, if as many programs run as there are multiprocessors."""
+    """The number of splits that ends first, if a multiprocessor runs one program at a time."""
 
     def blocks(splits: int) -> float:
         turns = -(-tiles * splits // num_multiprocessors(device))
