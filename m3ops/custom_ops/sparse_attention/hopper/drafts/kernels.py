@@ -1,10 +1,10 @@
 """Gluon kernel for Hopper: one copying warp feeds warpgroups that take turns at what it copies.
 
 A program takes the few rows of one sequence and the heads of one KV head. Its (row, head) pairs
-are the rows of the products, ``S = q K^T`` and ``O = P V``. The blocks that any of its rows selected
-are cut into *parts*. Those with visible keys are shared out over the splits, and a split's over the
-warpgroups. Each of these has sums of its own, which are joined in shared memory at the end: while
-one waits for its product or its exponentials, another multiplies.
+are the rows of the products, ``S = q K^T`` and ``O = P V``. The blocks that any of its rows
+selected are cut into *parts*. Those with visible keys are shared out over the splits, and a split's
+over the warpgroups. Each of these has sums of its own, which are joined in shared memory at the
+end: while one waits for its product or its exponentials, another multiplies.
 """
 
 from triton.experimental import gluon
