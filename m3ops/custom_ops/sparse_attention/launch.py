@@ -44,9 +44,10 @@ KV_MAJOR_COST = 15
 """Time of the KV-major road for a block and half a tile's tokens, in eighths of a union's step."""
 
 MAX_LONE_QUERIES = 4
-"""Rows of a sequence that go one by one on Hopper, whose kernel for them is faster than tiles.
+"""Rows of a sequence that do not go in tiles on Hopper, which has faster kernels for so few.
 
-Measured with 4: L2 serves the blocks that such neighbours share.
+Of many sequences they share blocks in a kernel of their own. Of few they go one by one, and L2
+serves the blocks that they share.
 """
 
 
