@@ -598,8 +598,13 @@ def _topk_select_rows_kernel(
     ties fall to the lower id. Limit: the latency of a dozen reductions, one after the other.
     """
     if PDL:
+        # The successor comes to wait while the scores are still being made, but not beside wide
+        # rows: it would take the room of what follows it.
+        if not GATHER:
+            gdc_launch_dependents()
         gdc_wait()
-        gdc_launch_dependents()
+        if GATHER:
+            gdc_launch_dependents()
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     visible = tl.load(visible_ptr + row * stride_v_t)

@@ -446,6 +446,7 @@ def _sparse_attention_drafts_kernel(
     PART: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     dtype: gl.constexpr = k_desc.dtype
+    gl.static_assert(STAGES % WARPGROUPS == 0, "a slot must belong to one warpgroup")
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, PART, DIM], k_desc.layout)

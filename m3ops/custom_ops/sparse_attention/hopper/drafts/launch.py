@@ -19,23 +19,34 @@ MAX_TOPK = 16
 """Ids of a row: one warp compares each of a sequence with all of it."""
 
 PART, STAGES, WARPGROUPS, MAX_REGISTERS = 64, 6, 2, 168
-"""Keys that are fetched as one, such parts in flight, warpgroups, and registers of a thread."""
+"""Keys that are fetched as one, such parts in flight, warpgroups, and registers of a thread.
+
+Every slot belongs to one warpgroup, which waits for all that comes there: their number must be a
+multiple of the warpgroups.
+"""
 
 START = 2
 """What a program does before its first block and after its last, in blocks' time."""
 
 
+def full_tiles(rows: int, heads_kv: int, batch: Batch) -> int:
+    """Tiles of that many rows if every sequence has as many as the longest.
+
+    The number of sequences is not asked for: a captured step of the same rows may pad it.
+    """
+    return rows // batch.max_seqlen_q * heads_kv
+
+
 def drafts_fill(q: Tensor, block_ids: Tensor, batch: Batch) -> bool:
-    """Whether there are enough sequences with several rows for a program or more for each.
+    """Whether there are enough sequences of so many rows that sharing what is read pays.
 
     Fewer are faster row by row, although blocks that rows share are then read by each.
     """
     heads_kv, topk = block_ids.shape[1:]
     return (
-        2 <= batch.max_seqlen_q <= TOKENS
+        3 <= batch.max_seqlen_q <= TOKENS
         and topk <= MAX_TOPK
-        and q.shape[0] >= 2 * batch.num_seqs
-        and 3 * batch.num_seqs * heads_kv >= num_multiprocessors(q.device)
+        and 5 * full_tiles(q.shape[0], heads_kv, batch) >= num_multiprocessors(q.device)
     )
 
 
@@ -66,8 +77,9 @@ def attend_drafts(
     Scratch for fewer than all rows is not used.
     """
     heads_kv, topk = block_ids.shape[1:]
-    rows, tiles = q.shape[0], batch.num_seqs * heads_kv
+    rows = q.shape[0]
     if num_splits == 0:
+        tiles = full_tiles(rows, heads_kv, batch)
         num_splits = choose_drafts_splits(tiles, topk, q.device)
     if num_splits > 1:
         parts = allocate_parts(q, num_splits, rows, max_scratch_bytes)
@@ -77,7 +89,7 @@ def attend_drafts(
     if num_splits == 1:
         launch_hopper_drafts(*inputs, out[None], lse[None])
     elif num_splits <= MAX_JOINED_SPLITS:
-        counters = take_counters(tiles * WARPGROUPS, q.device)
+        counters = take_counters(batch.num_seqs * heads_kv * WARPGROUPS, q.device)
         launch_hopper_drafts(*inputs, *parts, Joined(counters, out, lse))
     else:
         launch_hopper_drafts(*inputs, *parts)
