@@ -27,6 +27,13 @@ PART, STAGES, MAX_REGISTERS = 64, 3, 128
 Two programs fit on a multiprocessor: with more of them than those, one starts while one ends.
 """
 
+STAGES_ALONE = 6
+"""Parts in flight that leave a multiprocessor no room for a second program.
+
+Where splits are joined and there are no more programs than multiprocessors, those that start while
+the predecessor ends would else share some of these, and others would have none.
+"""
+
 MAX_JOINED_SPLITS = 4
 """Splits that the program that comes last joins: 4 are faster so, 8 in the kernel that merges."""
 
@@ -118,16 +125,18 @@ def launch_hopper_decode(
         joined: where the program that comes last joins the splits, if one does.
     """
     heads_kv = block_ids.shape[1]
+    programs = (end - begin) * heads_kv * num_splits
+    alone = joined is not None and programs <= num_multiprocessors(q.device)
     arguments = decode_args(q, k, v, block_ids, batch, softmax_scale, out, lse, joined, PART)
     launch(
         _sparse_attention_decode_kernel,
-        ((end - begin) * heads_kv * num_splits,),
+        (programs,),
         q.device,
         row_begin=begin,
         row_end=end,
         num_splits=num_splits,
         BLOCK_B=BLOCK_B,
-        STAGES=STAGES,
+        STAGES=STAGES_ALONE if alone else STAGES,
         MAX_JOINED_SPLITS=MAX_JOINED_SPLITS,
         num_warps=4,
         maxnreg=MAX_REGISTERS,
