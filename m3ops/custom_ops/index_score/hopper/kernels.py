@@ -188,6 +188,15 @@ def _find_block(
 
 
 @gluon.jit
+def _load_queries(q_desc, row, q_tiles, q_full, PIECE: gl.constexpr):
+    """Fetch a piece of the queries of the tile whose first row is `row`."""
+    full = q_full.index(PIECE)
+    mbarrier.expect(full, q_desc.block_type.nbytes)
+    first = row + PIECE * q_tiles.shape[1]
+    _load_async(q_desc, [first, 0, 0], full, q_tiles.index(PIECE))
+
+
+@gluon.jit
 def _copy_tiles(
     rings,
     share,
@@ -200,7 +209,7 @@ def _copy_tiles(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """For every tile its queries, then its blocks of keys."""
+    """For every tile its queries and its blocks of keys, in the order in which they are used."""
     k_ring, k_full, k_empty, q_tiles, q_full, q_empty = rings
     q_desc, k_desc, block_table_ptr, stride_table_b, num_pages, first_key_ptr = keys
     BLOCK_SIZE: gl.constexpr = k_desc.block_type.shape[1]
@@ -230,16 +239,13 @@ def _copy_tiles(
                 block, table_ptr, num_pages, sequence, first_key, PAGED, BLOCK_SIZE
             )
             mbarrier.wait(q_empty.index(0), q_phase ^ 1)
-            mbarrier.expect(q_full.index(0), PIECES * q_desc.block_type.nbytes)
-            for piece in gl.static_range(PIECES):
-                first = row + piece * (TILE_T // PIECES)
-                _load_async(q_desc, [first, 0, 0], q_full.index(0), q_tiles.index(piece))
             q_phase ^= 1
+            _load_queries(q_desc, row, q_tiles, q_full, 0)
+            first_block = block
             while block < block_end:
                 # Looked up one block ahead: its page is known when the slot comes free.
-                block += 1
                 next_outer, next_token = _find_block(
-                    gl.minimum(block, block_end - 1),
+                    gl.minimum(block + 1, block_end - 1),
                     table_ptr,
                     num_pages,
                     sequence,
@@ -250,9 +256,13 @@ def _copy_tiles(
                 mbarrier.wait(k_empty.index(slot), phase ^ 1)
                 mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
                 _load_async(k_desc, [outer, token, 0], k_full.index(slot), k_ring.index(slot))
+                if block == first_block:
+                    for piece in gl.static_range(1, PIECES):
+                        _load_queries(q_desc, row, q_tiles, q_full, piece)
                 slot, phase = _next_slot(slot, phase, STAGES)
                 outer = next_outer
                 token = next_token
+                block += 1
         b, tile, rows = _previous_tile(b, tile, upto > begin, rows, batch, TILE_T)
 
 
@@ -407,8 +417,9 @@ def _score_tiles(
                     visible_ptr, high_rows, row_begin, shift, high_live & first_head, BLOCK_SIZE
                 )
         if block < block_end:
-            mbarrier.wait(q_full.index(0), q_phase)
+            mbarrier.wait(q_full.index(2 * HALF), q_phase)
             low_q = q_tiles.index(2 * HALF).reshape([ROWS, DIM]).load(OPERAND)
+            mbarrier.wait(q_full.index(2 * HALF + 1), q_phase)
             high_q = q_tiles.index(2 * HALF + 1).reshape([ROWS, DIM]).load(OPERAND)
             # The registers are read from now on.
             fence_async_shared()
@@ -474,32 +485,43 @@ def _index_score_hopper_kernel(
     """An equal share of all (tile, block) pairs per program, the tile's rows in registers.
 
     A tile's rows are the (token, head) pairs of `TILE_T` tokens. Nothing is summed over blocks, so
-    the shares change no bit. Limit: tensor cores.
+    the shares change no bit. Limit: tensor cores, and for few blocks the latency of the first.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     BLOCK_SIZE: gl.constexpr = k_desc.block_type.shape[1]
     DIM: gl.constexpr = k_desc.block_type.shape[2]
     PIECES: gl.constexpr = 4
     max_keys = gl.minimum(num_tokens, max_seqlen_k)
     batch = (cu_seqlens_q_ptr, seqused_k_ptr, num_seqs, max_keys, row_begin, row_end)
-    begin, end, b, tile, upto = _find_share(batch, TILE_T, BLOCK_SIZE, BLOCK_B)
 
     q_tiles = gl.allocate_shared_memory(
         q_desc.dtype, [PIECES, TILE_T // PIECES, HEADS, DIM], q_desc.layout
     )
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_SIZE, DIM], k_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full.index(0), count=1)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
     mbarrier.init(q_empty.index(0), count=2)
+    for i in gl.static_range(PIECES):
+        mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
     fence_async_shared()
+    # Copies of what lies before the first key and query, which are zeros and need no memory: the
+    # descriptors are on the chip when the share is known.
+    mbarrier.expect(ready, k_desc.block_type.nbytes + q_desc.block_type.nbytes)
+    _load_async(k_desc, [0, -BLOCK_SIZE, 0], ready, k_ring.index(STAGES - 1))
+    _load_async(q_desc, [-TILE_T, 0, 0], ready, q_tiles.index(PIECES - 1))
+
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    begin, end, b, tile, upto = _find_share(batch, TILE_T, BLOCK_SIZE, BLOCK_B)
+    mbarrier.wait(ready, 0)
+
     rings = (k_ring, k_full, k_empty, q_tiles, q_full, q_empty)
     share = (begin, end)
     place = (b, tile, upto)
