@@ -188,12 +188,12 @@ def _find_block(
 
 
 @gluon.jit
-def _load_queries(q_desc, row, q_tiles, q_full, PIECE: gl.constexpr):
-    """Fetch a piece of the queries of the tile whose first row is `row`."""
-    full = q_full.index(PIECE)
-    mbarrier.expect(full, q_desc.block_type.nbytes)
-    first = row + PIECE * q_tiles.shape[1]
-    _load_async(q_desc, [first, 0, 0], full, q_tiles.index(PIECE))
+def _load_queries(q_desc, row, q_tiles, q_full, HALF: gl.constexpr):
+    """Fetch the two pieces of a warpgroup's half of the tile whose first row is `row`."""
+    mbarrier.expect(q_full.index(HALF), 2 * q_desc.block_type.nbytes)
+    for piece in gl.static_range(2 * HALF, 2 * HALF + 2):
+        first = row + piece * q_tiles.shape[1]
+        _load_async(q_desc, [first, 0, 0], q_full.index(HALF), q_tiles.index(piece))
 
 
 @gluon.jit
@@ -213,7 +213,6 @@ def _copy_tiles(
     k_ring, k_full, k_empty, q_tiles, q_full, q_empty = rings
     q_desc, k_desc, block_table_ptr, stride_table_b, num_pages, first_key_ptr = keys
     BLOCK_SIZE: gl.constexpr = k_desc.block_type.shape[1]
-    PIECES: gl.constexpr = q_tiles.shape[0]
     begin = share[0]
     b, tile, upto = place
     num_seqs = batch[2]
@@ -257,8 +256,7 @@ def _copy_tiles(
                 mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
                 _load_async(k_desc, [outer, token, 0], k_full.index(slot), k_ring.index(slot))
                 if block == first_block:
-                    for piece in gl.static_range(1, PIECES):
-                        _load_queries(q_desc, row, q_tiles, q_full, piece)
+                    _load_queries(q_desc, row, q_tiles, q_full, 1)
                 slot, phase = _next_slot(slot, phase, STAGES)
                 outer = next_outer
                 token = next_token
@@ -417,9 +415,8 @@ def _score_tiles(
                     visible_ptr, high_rows, row_begin, shift, high_live & first_head, BLOCK_SIZE
                 )
         if block < block_end:
-            mbarrier.wait(q_full.index(2 * HALF), q_phase)
+            mbarrier.wait(q_full.index(HALF), q_phase)
             low_q = q_tiles.index(2 * HALF).reshape([ROWS, DIM]).load(OPERAND)
-            mbarrier.wait(q_full.index(2 * HALF + 1), q_phase)
             high_q = q_tiles.index(2 * HALF + 1).reshape([ROWS, DIM]).load(OPERAND)
             # The registers are read from now on.
             fence_async_shared()
@@ -497,14 +494,14 @@ def _index_score_hopper_kernel(
         q_desc.dtype, [PIECES, TILE_T // PIECES, HEADS, DIM], q_desc.layout
     )
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_SIZE, DIM], k_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.init(q_empty.index(0), count=2)
-    for i in gl.static_range(PIECES):
+    for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
