@@ -12,6 +12,7 @@ from conftest import Target
 from torch.autograd import gradcheck
 
 import m3ops
+from m3ops.batch import Batch
 from m3ops.testing import (
     LAYOUTS,
     MIXED,
@@ -70,6 +71,40 @@ def test_a_mixed_batch_matches_the_oracle(target: Target, layout: str, dtype: to
     inputs = make_inputs(MIXED, layout=layout, dtype=dtype, device=target.device, padding_rows=3)
     ids = random_ids(inputs, 3)
     assert_attention(*attend_lse(inputs, ids), inputs, ids)
+
+
+@pytest.mark.parametrize("max_seqlen_q", [1, 3, 4, 64])
+def test_rows_of_no_sequence_are_written(target: Target, max_seqlen_q: int) -> None:
+    """Without sequences all rows are padding; the sizes are those of Hopper's kernels."""
+    q = torch.randn(64, 64, 128, device=target.device).bfloat16()
+    cache = torch.randn(2, 4, 128, 128, device=target.device).bfloat16()
+    out, lse = poisoned(64, 64, 128, dtype=q.dtype), poisoned(64, 64, dtype=torch.float32)
+    out, lse = m3ops.sparse_attention(
+        q,
+        cache,
+        cache,
+        torch.zeros(64, 4, 16, dtype=torch.int32, device=target.device),
+        cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=target.device),
+        seqused_k=torch.zeros(0, dtype=torch.int32, device=target.device),
+        block_table=torch.zeros(0, 2, dtype=torch.int32, device=target.device),
+        max_seqlen_q=max_seqlen_q,
+        return_lse=True,
+        out=out.to(target.device),
+        lse_out=lse.to(target.device),
+    )
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize(("num_seqs", "fill"), [(0, False), (1, True), (16, True)])
+def test_rows_go_by_sequence_only_where_there_are_some(num_seqs: int, fill: bool) -> None:
+    """Where `drafts_fill` says so, programs are those of sequences, and no other writes a row."""
+    drafts = pytest.importorskip("m3ops.custom_ops.sparse_attention.hopper.drafts.launch")
+    offsets = torch.zeros(num_seqs + 1, dtype=torch.int32)
+    table = torch.zeros(num_seqs, 2, dtype=torch.int32)
+    batch = Batch(offsets, offsets[1:], table, None, None, 4, 256, 0, 0, 128)
+    ids = torch.zeros(64, 4, 16, dtype=torch.int32)
+    assert drafts.drafts_fill(torch.zeros(64, 64, 128), ids, batch) is fill
 
 
 def test_a_mixed_batch_in_float64() -> None:

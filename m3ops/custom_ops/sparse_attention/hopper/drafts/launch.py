@@ -40,11 +40,13 @@ def full_tiles(rows: int, heads_kv: int, batch: Batch) -> int:
 def drafts_fill(q: Tensor, block_ids: Tensor, batch: Batch) -> bool:
     """Whether there are enough sequences of so many rows that sharing what is read pays.
 
-    Fewer are faster row by row, although blocks that rows share are then read by each.
+    Fewer are faster row by row, although blocks that rows share are then read by each. Where there
+    are none, no program would write the rows of padding.
     """
     heads_kv, topk = block_ids.shape[1:]
     return (
         3 <= batch.max_seqlen_q <= TOKENS
+        and batch.num_seqs > 0
         and topk <= MAX_TOPK
         and 5 * full_tiles(q.shape[0], heads_kv, batch) >= num_multiprocessors(q.device)
     )
