@@ -148,7 +148,7 @@ def _select_sorted(
         best = _merge(best, _sort(scores, BLOCK_K), BLOCK_K)
         ptrs += BLOCK_K * stride_s_j
 
-    threshold = (_merge_shares(best) if SHARES > 1 else _drop_shares(best))[WANTED - 1][:, None]
+    threshold = _merge_shares(best)[WANTED - 1][:, None]
     reach = tl.zeros_like(size)
     for i in tl.static_range(BLOCK_K):
         reach += ((best[i] >= threshold) & (best[i] > float("-inf"))).to(tl.int32)
@@ -186,15 +186,6 @@ def _cut(free, SHARES: tl.constexpr):
     # [BLOCK_R, SHARES]
     size = tl.minimum(tl.maximum(free - begin, 0), share)
     return share, least, begin, size
-
-
-@triton.jit
-def _drop_shares(lists):
-    """``[BLOCK_R, 1]`` lists as ``[BLOCK_R]``."""
-    dropped = ()
-    for i in tl.static_range(len(lists)):
-        dropped = dropped + (tl.sum(lists[i], 1),)
-    return dropped
 
 
 @triton.jit
@@ -585,7 +576,6 @@ def _topk_select_rows_kernel(
     NARROW_J: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NARROW_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
     GATHER: tl.constexpr,
     PDL: tl.constexpr,
@@ -629,7 +619,7 @@ def _topk_select_rows_kernel(
     if visible <= NARROW_J:
         _select_of_row(
             s_ptr, i_ptr, scores, visible, wanted, stride_s_j, stride_i_k, TOPK - INIT - LOCAL,
-            INIT, LOCAL, NARROW_J, NARROW_GROUPS, False,
+            INIT, LOCAL, NARROW_J, GROUPS, False,
         )  # fmt: skip
     elif NARROW_J < BLOCK_J:
         wide_j = tl.arange(0, BLOCK_J)

@@ -42,10 +42,10 @@ SORTED_COLUMNS = 256
 """Of no more columns than this all scores are sorted: for candidates a row takes longer."""
 
 NARROW_COLUMNS = 256
-"""Rows that see no more blocks than this are searched whole, however wide the buffer."""
+"""Rows that see no more blocks than this are searched as if the buffer were so wide."""
 
 GROUPS = 64
-"""Groups of columns, whose maxima bound what a row keeps; of narrow rows not all are needed."""
+"""Groups of columns, whose maxima bound what a row keeps; fewer columns are as many groups."""
 
 GATHERED_COLUMNS = 2048
 """In rows wider than this only the groups that reach the bound are searched."""
@@ -102,9 +102,8 @@ def launch_topk_select(
     else:
         grid = (rows * heads,)
         kernel, block_j = _topk_select_rows_kernel, next_power_of_2(columns, 32)
-        narrow_j = min(block_j, NARROW_COLUMNS)
-        arguments["BLOCK_J"], arguments["GROUPS"] = block_j, min(block_j, GROUPS)
-        arguments["NARROW_J"], arguments["NARROW_GROUPS"] = narrow_j, min(narrow_j, GROUPS)
+        arguments["BLOCK_J"], arguments["NARROW_J"] = block_j, min(block_j, NARROW_COLUMNS)
+        arguments["GROUPS"] = min(block_j, GROUPS)
         arguments["GATHER"] = block_j > GATHERED_COLUMNS
         arguments["CONTIGUOUS"] = scores.stride(2) == 1
         arguments["num_warps"] = _num_warps(block_j)
