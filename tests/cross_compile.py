@@ -166,7 +166,7 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def launches(geometry: Geometry, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every launcher that depends on a geometry: decode rows, many, one and few, and prompts."""
+    """Every launcher that depends on a geometry: decode rows, drafts and a prompt."""
     layout, heads_q, heads_kv, dim, block_size, topk = geometry
     keys = _PAGES * block_size
     for what, tokens, seqs, longest, splits in (

@@ -56,7 +56,8 @@ def index_score(
         cu_seqlens_k: int32 ``[B + 1]``, first key of each sequence, for packed keys.
         leftpad_k: int32 ``[B]``, slots before each sequence's first key, for batched keys; None
             for 0.
-        max_seqlen_q: host bound on a sequence's query tokens; None for ``T``.
+        max_seqlen_q: host bound on a sequence's query tokens; None for ``T``. Rows past it may stay
+            unwritten.
         max_seqlen_k: host bound on `seqused_k` (tokens); None for what the layout holds.
         num_decode_seqs: how many leading sequences are decode sequences.
         num_decode_tokens: how many leading rows are theirs.
