@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -51,13 +50,13 @@ def always(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-@pytest.fixture(params=[0, 1, 2, 3, 4, 7])
+@pytest.fixture(params=[0, 1, 2, 3, 4])
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A number of splits for every call, 0 for what would be chosen."""
-    from m3ops.custom_ops.sparse_attention.hopper import launch
+    from m3ops.custom_ops.sparse_attention.hopper.drafts import launch as drafts
 
-    attend = functools.partial(launch.attend_drafts, num_splits=request.param)
-    monkeypatch.setattr(launch, "attend_drafts", attend)
+    if request.param > 0:
+        monkeypatch.setattr(drafts, "choose_drafts_splits", lambda *arguments: request.param)
     return request.param
 
 

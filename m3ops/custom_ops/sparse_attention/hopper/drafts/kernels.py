@@ -154,11 +154,9 @@ def _clear_padding(outputs, joined, place, batch, GROUP: gl.constexpr, DIM: gl.c
     cu_seqlens_q_ptr, _, _, num_seqs, row_end, _, _ = batch
     b, _, head_kv, split = place
     out, lse = outputs
-    first_split = 0
     if joined[0] is not None:
         out, lse = joined[3], joined[4]
-        first_split = split
-    if first_split == 0:
+    if split == 0:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
         LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         zeros = gl.zeros([GROUP, DIM], out[0].dtype.element_ty, LAYOUT)
@@ -166,10 +164,10 @@ def _clear_padding(outputs, joined, place, batch, GROUP: gl.constexpr, DIM: gl.c
         head = head_kv * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, LAYOUT))
         d = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
         l_head = head_kv * GROUP + gl.arange(0, GROUP, LANES)
-        used = gl.maximum(gl.load(cu_seqlens_q_ptr + num_seqs), 0)
-        # From the end, so that sums of sizes do not overflow.
-        for i in range(b, row_end - gl.minimum(used, row_end), num_seqs):
-            row = row_end - 1 - i
+        before = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr), 0), row_end)
+        used = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr + num_seqs), before), row_end)
+        for i in range(b, before + row_end - used, num_seqs):
+            row = gl.where(i < before, i, row_end - 1 - (i - before))
             gl.store(_place(out, split, row, head)[:, None] + d[None, :], zeros)
             gl.store(_place(lse, split, row, l_head), nothing)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .....batch import Batch
 from ....common.launch import launch, next_power_of_2, num_multiprocessors
-from ...merge import allocate_parts, launch_merge
+from ...merge import allocate_parts
 from ..decode.join.counters import take_counters
 from ..decode.launch import MAX_JOINED_SPLITS, Joined, decode_args
 from .kernels import _sparse_attention_drafts_kernel
@@ -24,6 +24,9 @@ PART, STAGES, WARPGROUPS, MAX_REGISTERS = 64, 6, 2, 168
 Every slot belongs to one warpgroup, which waits for all that comes there: their number must be a
 multiple of the warpgroups.
 """
+
+MIN_TILES = 0.2
+"""Tiles for each multiprocessor from which on sharing pays."""
 
 START = 2
 """What a program does before its first block and after its last, in blocks' time."""
@@ -48,7 +51,7 @@ def drafts_fill(q: Tensor, block_ids: Tensor, batch: Batch) -> bool:
         3 <= batch.max_seqlen_q <= TOKENS
         and batch.num_seqs > 0
         and topk <= MAX_TOPK
-        and 5 * full_tiles(q.shape[0], heads_kv, batch) >= num_multiprocessors(q.device)
+        and full_tiles(q.shape[0], heads_kv, batch) >= MIN_TILES * num_multiprocessors(q.device)
     )
 
 
@@ -72,17 +75,14 @@ def attend_drafts(
     max_scratch_bytes: int,
     out: Tensor,
     lse: Tensor,
-    num_splits: int = 0,
 ) -> None:
-    """All rows, in one pass or in splits that the last program or a kernel joins.
+    """All rows, in one pass or in splits that the last program joins.
 
     Scratch for fewer than all rows is not used.
     """
     heads_kv, topk = block_ids.shape[1:]
     rows = q.shape[0]
-    if num_splits == 0:
-        tiles = full_tiles(rows, heads_kv, batch)
-        num_splits = choose_drafts_splits(tiles, topk, q.device)
+    num_splits = choose_drafts_splits(full_tiles(rows, heads_kv, batch), topk, q.device)
     if num_splits > 1:
         parts = allocate_parts(q, num_splits, rows, max_scratch_bytes)
         if parts[1].shape[1] < rows:
@@ -90,12 +90,9 @@ def attend_drafts(
     inputs = (q, k, v, block_ids, batch, softmax_scale, num_splits)
     if num_splits == 1:
         launch_hopper_drafts(*inputs, out[None], lse[None])
-    elif num_splits <= MAX_JOINED_SPLITS:
+    else:
         counters = take_counters(batch.num_seqs * heads_kv * WARPGROUPS, q.device)
         launch_hopper_drafts(*inputs, *parts, Joined(counters, out, lse))
-    else:
-        launch_hopper_drafts(*inputs, *parts)
-        launch_merge(num_splits, *parts, out, lse)
 
 
 def launch_hopper_drafts(
