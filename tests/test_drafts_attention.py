@@ -161,6 +161,30 @@ def test_runs_repeat_bit_for_bit(device: torch.device, splits: int) -> None:
         assert all(map(torch.equal, attend(inputs, ids), first))
 
 
+def test_launches_that_overlap_in_a_graph(device: torch.device, splits: int) -> None:
+    """Nothing lies between them, and each has other inputs than the one before."""
+    steps = []
+    for seed in range(3):
+        inputs = drafts_of(device, 5, dtype=torch.bfloat16, seed=seed)
+        ids = random_ids(inputs, 16, seed=seed)
+        results = attend(inputs, ids)
+        assert_attention(*results, inputs, ids)
+        steps.append((inputs, ids, results, tuple(result.clone() for result in results)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for inputs, ids, (out, lse), _ in steps * 4:
+            m3ops.sparse_attention(
+                inputs.q, inputs.k, inputs.v, ids, **inputs.batch, out=out, lse_out=lse
+            )
+    for _ in range(10):
+        for *_, results, _ in steps:
+            for result in results:
+                result.fill_(math.nan)
+        graph.replay()
+        for *_, results, expected in steps:
+            assert all(map(torch.equal, results, expected))
+
+
 def test_too_little_scratch_is_none(device: torch.device, always: list[int], splits: int) -> None:
     inputs = drafts_of(device, dtype=torch.bfloat16, padding_rows=3)
     ids = random_ids(inputs, 16)
