@@ -46,8 +46,8 @@ KV_MAJOR_COST = 15
 MAX_LONE_QUERIES = 4
 """Rows of a sequence that do not go in tiles on Hopper, which has faster kernels for so few.
 
-Of many sequences they share blocks in a kernel of their own. Of few they go one by one, and L2
-serves the blocks that they share.
+Three or four of each of many sequences share blocks in a kernel of their own. Others go one by one,
+and L2 serves the blocks that they share.
 """
 
 

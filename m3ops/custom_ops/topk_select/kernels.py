@@ -588,8 +588,8 @@ def _topk_select_rows_kernel(
     ties fall to the lower id. Limit: the latency of a dozen reductions, one after the other.
     """
     if PDL:
-        # The successor comes to wait while the scores are still being made, but not beside wide
-        # rows: it would take the room of what follows it.
+        # The successor finds its place while the scores are still being made. Where rows are wide,
+        # a step of selections is slower so.
         if not GATHER:
             gdc_launch_dependents()
         gdc_wait()

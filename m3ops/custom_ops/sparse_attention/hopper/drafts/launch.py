@@ -33,7 +33,7 @@ START = 2
 
 
 def full_tiles(rows: int, heads_kv: int, batch: Batch) -> int:
-    """Tiles of that many rows if every sequence has as many as the longest.
+    """Tiles that `rows` rows make if every sequence has as many as the longest.
 
     The number of sequences is not asked for: a captured step of the same rows may pad it.
     """

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 SIZE = 2**18
-"""Counters in a buffer: a megabyte, of which a captured launch takes some hundreds at most."""
+"""Counters in a buffer: a megabyte. A captured launch takes one or two for each row or sequence
+and KV head."""
 
 
 class _Buffer:
