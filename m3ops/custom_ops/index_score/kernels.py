@@ -17,6 +17,7 @@ _COUNTS = [
 def _index_score_kernel(
     q_ptr,
     k,
+    k_ptr,
     scores_ptr,
     cu_seqlens_q_ptr,
     seqused_k_ptr,
@@ -51,6 +52,7 @@ def _index_score_kernel(
     KEYS_FIRST: tl.constexpr,
     ONE_TILE: tl.constexpr,
     TMA: tl.constexpr,
+    PREFETCH: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -60,12 +62,17 @@ def _index_score_kernel(
     Programs own whole columns, so the number of splits changes no bit. `k` is a pointer, or with
     `TMA` a tensor descriptor. Limit: memory bandwidth for few rows, the matrix units for many.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     # The last tiles of a sequence see most blocks: start with them.
     tile = num_tiles - 1 - tl.program_id(0)
     split = tl.program_id(1)
+    if PDL:
+        if PREFETCH:
+            _prefetch_first_block(
+                k_ptr, seqused_k_ptr, block_table_ptr, stride_k_outer, stride_k_token,
+                stride_table_b, tile, split, num_seqs, num_pages, num_columns, BLOCK_SIZE, DIM,
+            )  # fmt: skip
+        gdc_wait()
+        gdc_launch_dependents()
     if ONE_TILE:
         b, row, row_limit, shift = sequence_tile(
             cu_seqlens_q_ptr, seqused_k_ptr, first_key_ptr, tile, num_seqs, num_tokens,
@@ -143,6 +150,48 @@ def _index_score_kernel(
             DIM, BLOCK_N, BLOCK_D, True, KEYS_FIRST, TMA, UPCAST,
         )  # fmt: skip
         tl.store(scores_ptr + s_offset + block * stride_s_j, best, live)
+
+
+@triton.jit
+def _prefetch_first_block(
+    k_ptr,
+    seqused_k_ptr,
+    block_table_ptr,
+    stride_k_outer,
+    stride_k_token,
+    stride_table_b,
+    b,
+    block,
+    num_seqs,
+    num_pages,
+    num_columns,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Have L2 fetch a share's first block while the predecessor still runs.
+
+    It may still write lengths and pages: they are read past L1, and again afterwards, and say here
+    no more than which addresses to ask for.
+    """
+    mask = (b < num_seqs) & (block < num_columns)
+    keys = tl.load(seqused_k_ptr + b, mask, 0, cache_modifier=".cg")
+    entry_ptr = block_table_ptr + b.to(tl.int64) * stride_table_b + block
+    page = tl.load(entry_ptr, mask, 0, cache_modifier=".cg")
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+    if block < tl.cdiv(keys, BLOCK_SIZE):
+        n = tl.arange(0, BLOCK_SIZE)[:, None]
+        # Of a line of 128 bytes.
+        elements: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
+        d = tl.arange(0, DIM // elements)[None, :] * elements
+        k_ptrs = k_ptr + element_offset(page, n, stride_k_outer, stride_k_token) + d
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [k_ptrs],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

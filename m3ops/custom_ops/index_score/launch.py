@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...backends import interpreting
-from ...batch import Batch
+from ...batch import PAGED, Batch
 from ..common.launch import (
     check_sizes,
     decode_rows,
@@ -149,13 +149,17 @@ def _launch(
         busy = triton.cdiv(end - begin, tile_t)
         slots = config.programs_per_multiprocessor * num_multiprocessors(index_q.device)
         num_splits = max(1, slots // busy)
+    num_splits = min(num_splits, max(1, columns))
     keys = _descriptor(index_k, batch, config.block_n, block_d)
+    # A tile whose sequence needs no search may ask for its first block early, line by line.
+    whole_lines = dim == block_d and dim * index_k.element_size() % 128 == 0
     launch(
         _index_score_kernel,
-        (tiles, min(num_splits, max(1, columns))),
+        (tiles, num_splits),
         index_q.device,
         q_ptr=index_q,
         k=index_k if keys is None else keys,
+        k_ptr=index_k,
         scores_ptr=scores,
         visible_ptr=visible,
         stride_q_t=index_q.stride(0),
@@ -178,9 +182,11 @@ def _launch(
         KEYS_FIRST=config.block_m < 64,
         ONE_TILE=one_tile,
         TMA=keys is not None,
+        PREFETCH=one_tile and batch.layout == PAGED and whole_lines,
         UPCAST=interpreting() and index_q.dtype == torch.bfloat16,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        # With a block a share none is fetched ahead, and more programs fit on a multiprocessor.
+        num_stages=1 if decode and num_splits >= columns else config.num_stages,
         **layout_args(batch, index_k),
     )
 
