@@ -53,34 +53,74 @@ def _find_block(
 
 
 @gluon.jit
+def _tile_of(work, item, HEADS_KV: gl.constexpr):
+    """An item of work, which is a tile and a KV head. Past the last one there are no rows.
+
+    Returns the sequence, the first row, the end row, the shift from row to position, the KV head,
+    the list, how many of its entries are wholly visible, and all of them.
+    """
+    tiles_ptr, lists_ptr, counts_ptr, width, num_items, num_seqs = work
+    # The longest lists first, so that the last items are short.
+    tile = gl.maximum(num_items - 1 - item, 0) // HEADS_KV
+    head_kv = item % HEADS_KV
+    b = gl.load(tiles_ptr + tile * 4)
+    first = gl.load(tiles_ptr + tile * 4 + 1)
+    limit = gl.load(tiles_ptr + tile * 4 + 2)
+    shift = gl.load(tiles_ptr + tile * 4 + 3)
+    list_index = tile * HEADS_KV + head_kv
+    whole = gl.load(counts_ptr + list_index * 2)
+    total = gl.load(counts_ptr + list_index * 2 + 1)
+    limit = gl.where(item < num_items, limit, 0)
+    # Spare tiles, and rows of padding: nothing to attend to.
+    total = gl.where((b < num_seqs) & (first < limit), total, 0)
+    list_ptr = lists_ptr + list_index.to(gl.int64) * width
+    return b, first, limit, shift, head_kv, list_ptr, whole, total
+
+
+@gluon.jit
 def _copy_blocks(
     rings,
+    work,
     keys,
+    HEADS_KV: gl.constexpr,
     PAGED: gl.constexpr,
+    PACKED: gl.constexpr,
     TILE_T: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Every listed block, in order, K before V."""
+    """Every listed block of every item, in order, K before V."""
     k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
-    k_desc, v_desc, list_ptr, total, table_ptr, num_pages, b, first_key, head_kv = keys
+    k_desc, v_desc, block_table_ptr, stride_table_b, num_pages, first_key_ptr = keys
+    _, lists_ptr, _, _, num_items, _ = work
     N: gl.constexpr = k_desc.block_type.shape[2]
     slot = 0
     phase = 0
-    if total > 0:
-        outer, token = _find_block(
-            gl.load(list_ptr), table_ptr, num_pages, b, first_key, PAGED, TILE_T, N
-        )
-        for i in range(total):
-            # Looked up one block ahead: its page is known when the slot comes free.
-            next_entry = gl.load(list_ptr + gl.minimum(i + 1, total - 1))
-            next_outer, next_token = _find_block(
-                next_entry, table_ptr, num_pages, b, first_key, PAGED, TILE_T, N
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        b, _, _, _, head_kv, list_ptr, _, total = _tile_of(work, item, HEADS_KV)
+        if total > 0:
+            table_ptr = lists_ptr
+            if PAGED:
+                table_ptr = block_table_ptr + b.to(gl.int64) * stride_table_b
+            first_key = gl.to_tensor(0)
+            if first_key_ptr is not None:
+                first_key = gl.load(first_key_ptr + b)
+            sequence = b
+            if PACKED:
+                sequence = gl.to_tensor(0)
+            outer, token = _find_block(
+                gl.load(list_ptr), table_ptr, num_pages, sequence, first_key, PAGED, TILE_T, N
             )
-            _copy_block(k_desc, k_ring, k_full, k_empty, slot, phase, outer, head_kv, token)
-            _copy_block(v_desc, v_ring, v_full, v_empty, slot, phase, outer, head_kv, token)
-            slot, phase = _next_slot(slot, phase, STAGES)
-            outer = next_outer
-            token = next_token
+            for i in range(total):
+                # Looked up one block ahead: its page is known when the slot comes free.
+                next_entry = gl.load(list_ptr + gl.minimum(i + 1, total - 1))
+                next_outer, next_token = _find_block(
+                    next_entry, table_ptr, num_pages, sequence, first_key, PAGED, TILE_T, N
+                )
+                _copy_block(k_desc, k_ring, k_full, k_empty, slot, phase, outer, head_kv, token)
+                _copy_block(v_desc, v_ring, v_full, v_empty, slot, phase, outer, head_kv, token)
+                slot, phase = _next_slot(slot, phase, STAGES)
+                outer = next_outer
+                token = next_token
 
 
 @gluon.jit
@@ -145,22 +185,104 @@ def _weigh(logits, seen, masked, member, scale, top, weight_sum):
 
 
 @gluon.jit
+def _load_queries(
+    work,
+    item,
+    queries,
+    q_tile,
+    HALF: gl.constexpr,
+    HEADS_KV: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Half of an item's rows, (token, head) pairs: ``[ROWS, DIM]``."""
+    ptr, stride_t, stride_h = queries
+    _, first, limit, _, head_kv, _, _, _ = _tile_of(work, item, HEADS_KV)
+    HALF_T: gl.constexpr = q_tile.shape[0] // GROUP
+    t, h, d = _places(first + HALF * HALF_T, head_kv, q_tile, GROUP)
+    return gl.load(ptr + t.to(gl.int64) * stride_t + h.to(gl.int64) * stride_h + d, t < limit, 0.0)
+
+
+@gluon.jit
+def _places(first, head_kv, q_tile, GROUP: gl.constexpr):
+    """Tokens, heads and channels of half a tile, in a layout that reads and writes whole lines."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, q_tile.shape[0], gl.SliceLayout(1, COPY))[:, None]
+    d = gl.arange(0, q_tile.shape[1], gl.SliceLayout(0, COPY))[None, :]
+    return first + row // GROUP, head_kv * GROUP + row % GROUP, d
+
+
+@gluon.jit
 def _attend(
+    attended,
+    HALF: gl.constexpr,
+    HEADS_KV: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """One warpgroup: its half of every tile's tokens against the blocks that any of them selected.
+
+    An item's queries are on their way before the item before it has been written.
+    """
+    rings, work, queries, q_tiles, outputs, softmax_scale = attended
+    q_tile = q_tiles.index(HALF)
+    HALF_T: gl.constexpr = q_tile.shape[0] // GROUP
+    num_items = work[4]
+    slot = 0
+    phase = 0
+    q = _load_queries(work, gl.program_id(0), queries, q_tile, HALF, HEADS_KV, GROUP)
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        # The copying warp has read these before, and so they are in L1.
+        _, first, limit, shift, head_kv, list_ptr, whole, total = _tile_of(work, item, HEADS_KV)
+        first += HALF * HALF_T
+        q_tile.store(q)
+        fence_async_shared()
+        inputs = (q_tile, list_ptr, whole, total, softmax_scale)
+        out, lse, slot, phase = _attend_tile(
+            rings, inputs, (first, limit, shift), slot, phase, HALF, GROUP, STAGES, OVERLAP
+        )
+        next_item = item + gl.num_programs(0)
+        q = _load_queries(work, next_item, queries, q_tile, HALF, HEADS_KV, GROUP)
+        _write_tile(out, lse, q_tile, outputs, (first, limit, head_kv), GROUP)
+
+
+@gluon.jit
+def _write_tile(out, lse, q_tile, outputs, rows, GROUP: gl.constexpr):
+    out_ptr, stride_o_t, stride_o_h, lse_ptr, stride_l_t, stride_l_h = outputs
+    first, limit, head_kv = rows
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, q_tile.shape[0], lse.type.layout)
+    t = first + row // GROUP
+    h = head_kv * GROUP + row % GROUP
+    gl.store(
+        lse_ptr + t.to(gl.int64) * stride_l_t + h.to(gl.int64) * stride_l_h, lse, mask=t < limit
+    )
+    # Through shared memory, for whole lines.
+    q_tile.store(out.to(q_tile.dtype))
+    t, h, d = _places(first, head_kv, q_tile, GROUP)
+    gl.store(
+        out_ptr + t.to(gl.int64) * stride_o_t + h.to(gl.int64) * stride_o_h + d,
+        q_tile.load(COPY),
+        mask=t < limit,
+    )
+
+
+@gluon.jit
+def _attend_tile(
     rings,
     inputs,
-    outputs,
     rows,
+    slot,
+    phase,
     HALF: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One warpgroup: its half of the tile's tokens against the blocks that any of them selected."""
+    """Output and logsumexp of half a tile, and the slot and phase of the ring after it."""
     k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
-    q_ptr, stride_q_t, stride_q_h, q_tiles, list_ptr, whole, total, softmax_scale = inputs
-    out_ptr, stride_o_t, stride_o_h, lse_ptr, stride_l_t, stride_l_h = outputs
-    first, limit, shift, head_kv = rows
-    q_tile = q_tiles.index(HALF)
+    q_tile, list_ptr, whole, total, softmax_scale = inputs
+    first, limit, shift = rows
     ROWS: gl.constexpr = q_tile.shape[0]
     DIM: gl.constexpr = q_tile.shape[1]
     BLOCK_SIZE: gl.constexpr = k_ring.shape[3]
@@ -169,31 +291,14 @@ def _attend(
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_SIZE, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-
-    # Rows are (token, head) pairs.
-    copy_row = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
-    copy_t = (first + HALF * HALF_T + copy_row // GROUP)[:, None]
-    copy_h = (head_kv * GROUP + copy_row % GROUP)[:, None]
-    copy_d = gl.arange(0, DIM, gl.SliceLayout(0, COPY))[None, :]
-    # [ROWS, DIM]
-    q = gl.load(
-        q_ptr + copy_t.to(gl.int64) * stride_q_t + copy_h.to(gl.int64) * stride_q_h + copy_d,
-        copy_t < limit,
-        0.0,
-    )
-    q_tile.store(q)
-    fence_async_shared()
 
     row = gl.arange(0, ROWS, ROW)
-    token = first + HALF * HALF_T + row // GROUP
+    token = first + row // GROUP
     scale = softmax_scale * _LOG2_E
     # Finite, so that a row without keys so far needs no case of its own.
     top = gl.full([ROWS], _LOWEST, gl.float32, ROW)
     weight_sum = gl.zeros([ROWS], gl.float32, ROW)
     acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
-    slot = 0
-    phase = 0
     # With OVERLAP, a block's product with V is held back and runs beside the next block's softmax:
     # its weights, its slot (or -1) and its place in the list.
     weights = gl.zeros([ROWS, BLOCK_SIZE], v_ring.dtype, WEIGHTS)
@@ -256,26 +361,15 @@ def _attend(
     if held_slot >= 0:
         acc = _multiply_values(weights, v_ring, held_slot, acc)
         acc = warpgroup_mma_wait(0, deps=[acc])
+        _release(v_empty, held_slot)
 
     divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
     lse = gl.where(weight_sum > 0, (top + gl.log2(divisor)) * _LN_2, float("-inf"))
-    head = head_kv * GROUP + row % GROUP
-    gl.store(
-        lse_ptr + token.to(gl.int64) * stride_l_t + head.to(gl.int64) * stride_l_h,
-        lse,
-        mask=token < limit,
-    )
-    # Through shared memory, for whole lines.
-    q_tile.store((acc * (1.0 / divisor)[:, None]).to(q_tile.dtype))
-    gl.store(
-        out_ptr + copy_t.to(gl.int64) * stride_o_t + copy_h.to(gl.int64) * stride_o_h + copy_d,
-        q_tile.load(COPY),
-        mask=copy_t < limit,
-    )
+    return acc * (1.0 / divisor)[:, None], lse, slot, phase
 
 
 @gluon.jit(
-    do_not_specialize=["stride_table_b", "num_seqs", "num_pages", "width"],
+    do_not_specialize=["stride_table_b", "num_seqs", "num_pages", "width", "num_items"],
     do_not_specialize_on_alignment=["block_table_ptr", "first_key_ptr"],
 )
 def _sparse_attention_hopper_kernel(
@@ -301,6 +395,7 @@ def _sparse_attention_hopper_kernel(
     num_seqs,
     num_pages,
     width,
+    num_items,
     HEADS_KV: gl.constexpr,
     GROUP: gl.constexpr,
     TILE_T: gl.constexpr,
@@ -309,10 +404,11 @@ def _sparse_attention_hopper_kernel(
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A tile of tokens and one KV head against the union of the blocks that they selected.
+    """Tiles of tokens, and a KV head each, against the unions of the blocks that they selected.
 
-    K and V pass through shared memory once for the tile; each half of it is multiplied with the
-    blocks of its own tokens only. Limit: tensor cores.
+    K and V pass through shared memory once for a tile; each half of it is multiplied with the
+    blocks of its own tokens only. Programs take items in turns, and while one is written, K and V
+    of the next arrive. Limit: tensor cores.
     """
     # The KV-major road is faster here.
     if balance_ptr is not None:
@@ -321,28 +417,6 @@ def _sparse_attention_hopper_kernel(
     BLOCK_SIZE: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     HALF_ROWS: gl.constexpr = TILE_T // 2 * GROUP
-    # The longest lists first, so that the last programs are short.
-    tile = (gl.num_programs(0) - 1 - gl.program_id(0)) // HEADS_KV
-    head_kv = gl.program_id(0) % HEADS_KV
-    b = gl.load(tiles_ptr + tile * 4)
-    first = gl.load(tiles_ptr + tile * 4 + 1)
-    limit = gl.load(tiles_ptr + tile * 4 + 2)
-    shift = gl.load(tiles_ptr + tile * 4 + 3)
-    list_index = tile * HEADS_KV + head_kv
-    whole = gl.load(counts_ptr + list_index * 2)
-    total = gl.load(counts_ptr + list_index * 2 + 1)
-    # Spare tiles, and rows of padding: nothing to attend to.
-    total = gl.where((b < num_seqs) & (first < limit), total, 0)
-    list_ptr = lists_ptr + list_index.to(gl.int64) * width
-    table_ptr = list_ptr
-    if PAGED:
-        table_ptr = block_table_ptr + b.to(gl.int64) * stride_table_b
-    first_key = gl.to_tensor(0)
-    if first_key_ptr is not None:
-        first_key = gl.load(first_key_ptr + b, mask=b < num_seqs, other=0)
-    outer = b
-    if PACKED:
-        outer = gl.to_tensor(0)
 
     dtype: gl.constexpr = k_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_ROWS, DIM], dtype)
@@ -360,17 +434,18 @@ def _sparse_attention_hopper_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
     rings = (k_ring, k_full, k_empty, v_ring, v_full, v_empty)
-    inputs = (q_ptr, stride_q_t, stride_q_h, q_tiles, list_ptr, whole, total, softmax_scale)
+    work = (tiles_ptr, lists_ptr, counts_ptr, width, num_items, num_seqs)
+    queries = (q_ptr, stride_q_t, stride_q_h)
     outputs = (out_ptr, stride_o_t, stride_o_h, lse_ptr, stride_l_t, stride_l_h)
-    rows = (first, limit, shift, head_kv)
-    keys = (k_desc, v_desc, list_ptr, total, table_ptr, num_pages, outer, first_key, head_kv)
+    keys = (k_desc, v_desc, block_table_ptr, stride_table_b, num_pages, first_key_ptr)
+    attended = (rings, work, queries, q_tiles, outputs, softmax_scale)
     LOWER: gl.constexpr = 0
     UPPER: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_attend, (rings, inputs, outputs, rows, LOWER, GROUP, STAGES, OVERLAP)),
-            (_attend, (rings, inputs, outputs, rows, UPPER, GROUP, STAGES, OVERLAP)),
-            (_copy_blocks, (rings, keys, PAGED, TILE_T, STAGES)),
+            (_attend, (attended, LOWER, HEADS_KV, GROUP, STAGES, OVERLAP)),
+            (_attend, (attended, UPPER, HEADS_KV, GROUP, STAGES, OVERLAP)),
+            (_copy_blocks, (rings, work, keys, HEADS_KV, PAGED, PACKED, TILE_T, STAGES)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

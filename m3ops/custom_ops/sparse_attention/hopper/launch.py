@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....batch import PACKED, PAGED, Batch
-from ...common.launch import fetchable, run, supports_hopper
+from ...common.launch import fetchable, num_multiprocessors, run, supports_hopper
 from .decode.launch import attend_decode_rows
 from .descriptors import key_descriptor
 from .drafts.launch import attend_drafts, drafts_fill
@@ -99,6 +99,7 @@ def launch_hopper_attention(
         num_seqs=batch.num_seqs,
         num_pages=k.shape[0],
         width=width,
+        num_items=num_tiles * heads_kv,
         HEADS_KV=heads_kv,
         GROUP=GROUP,
         TILE_T=TILE_T,
@@ -108,4 +109,5 @@ def launch_hopper_attention(
         OVERLAP=True,
         num_warps=4,
     )
-    run(_sparse_attention_hopper_kernel, (num_tiles * heads_kv,), q.device, arguments)
+    programs = min(num_tiles * heads_kv, num_multiprocessors(q.device))
+    run(_sparse_attention_hopper_kernel, (programs,), q.device, arguments)
