@@ -97,7 +97,7 @@ def pretend(arch: str, record: Callable[..., None]) -> None:
     facts = {
         "device_kind": lambda device: arch,
         "max_warps": lambda device: 16 if arch == "gfx942" else 32,
-        "num_multiprocessors": lambda device: 128,
+        "num_multiprocessors": lambda device: 132,
         "run": record,
     }
     for info in pkgutil.walk_packages(custom_ops.__path__, "m3ops.custom_ops."):

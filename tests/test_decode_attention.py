@@ -63,9 +63,24 @@ def drafts_of(counts: tuple[int, ...], most: int, device: torch.device, **option
     return inputs
 
 
+@pytest.fixture(params=["clusters", "no clusters"])
+def joining(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Splits joined as on this GPU, and as on others."""
+    needs_hopper(device)
+    from m3ops.custom_ops.sparse_attention.hopper.decode import launch as decode
+
+    if request.param == "no clusters":
+        monkeypatch.setattr(decode, "CLUSTERS", {})
+    elif not decode.has_clusters(device):
+        pytest.skip("this device or this version of Triton has no clusters that join splits")
+
+
+@pytest.mark.usefixtures("joining")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("count", [1, 2, 15, 40, 70])
+@pytest.mark.parametrize("count", [1, 2, 6, 15, 20, 40, 70])
 def test_rows_of_uneven_sequences(
     device: torch.device, count: int, layout: str, dtype: torch.dtype
 ) -> None:
@@ -74,7 +89,8 @@ def test_rows_of_uneven_sequences(
     assert_attention(*attend(inputs, ids), inputs, ids)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 4, 5, 16, 31, 32, 50])
+@pytest.mark.usefixtures("joining")
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 4, 5, 8, 16, 31, 32, 50])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_number_of_splits(device: torch.device, layout: str, num_splits: int) -> None:
     inputs = rows_of(15, device, layout=layout, dtype=torch.bfloat16, padding_rows=2)
@@ -190,6 +206,7 @@ def test_strides_and_given_outputs(device: torch.device, most: int) -> None:
             assert guarded_lse.isnan().sum() == guarded_lse.numel() - lse.numel()
 
 
+@pytest.mark.usefixtures("joining")
 @pytest.mark.parametrize("most", [1, 4, 16])
 def test_runs_repeat_bit_for_bit(device: torch.device, most: int) -> None:
     counts = tuple((count * most + 3) // 4 for count in COUNTS) * 4
@@ -200,7 +217,8 @@ def test_runs_repeat_bit_for_bit(device: torch.device, most: int) -> None:
         assert all(map(torch.equal, attend(inputs, ids), first))
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 4, 16, 32])
+@pytest.mark.usefixtures("joining")
+@pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16, 32])
 def test_fixed_splits_make_bits_independent_of_the_batch(
     device: torch.device, num_splits: int
 ) -> None:
@@ -215,6 +233,34 @@ def test_fixed_splits_make_bits_independent_of_the_batch(
             assert torch.equal(batched[1][rows], solo[1])
 
 
+@pytest.mark.parametrize("num_splits", [2, 4, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_splits_joined_in_clusters(
+    device: torch.device, dtype: torch.dtype, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many times over as one likes, with and without keys, and never by another kernel."""
+    needs_hopper(device)
+    from m3ops.custom_ops.sparse_attention.hopper.decode import launch as decode
+
+    if not decode.has_clusters(device):
+        pytest.skip("this device or this version of Triton has no clusters that join splits")
+    monkeypatch.setattr(decode, "launch_merge", None)
+    monkeypatch.setattr(decode, "allocate_parts", None)
+    for count in (1, 15, 70):
+        inputs = rows_of(count, device, dtype=dtype, padding_rows=3)
+        ids = random_ids(inputs, 16)
+        first = attend(inputs, ids, num_splits=num_splits)
+        assert_attention(*first, inputs, ids)
+        out, lse = poisoned(*inputs.q.shape, dtype=dtype, device=device), torch.empty_like(first[1])
+        for _ in range(20):
+            out.fill_(math.nan)
+            lse.fill_(math.nan)
+            attend(inputs, ids, num_splits=num_splits, out=out, lse_out=lse)
+            assert torch.equal(out, first[0])
+            assert torch.equal(lse, first[1])
+
+
+@pytest.mark.usefixtures("joining")
 @pytest.mark.parametrize("most", [1, 4])
 def test_a_tight_bound_on_scratch_changes_no_result(device: torch.device, most: int) -> None:
     counts = tuple(min(count, most) for count in COUNTS)
@@ -247,6 +293,7 @@ def test_a_bound_that_says_nothing(device: torch.device) -> None:
     assert_attention(*attend(inputs, ids), inputs, ids)
 
 
+@pytest.mark.usefixtures("joining")
 @pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("rows", [8, 24, 64])
 def test_a_captured_step_follows_its_metadata(device: torch.device, rows: int, most: int) -> None:
@@ -305,6 +352,7 @@ def test_a_captured_step_follows_its_metadata(device: torch.device, rows: int, m
         assert all(map(torch.equal, replayed, (out, lse)))
 
 
+@pytest.mark.usefixtures("joining")
 @pytest.mark.parametrize("count", [1, 15, 70])
 def test_launches_back_to_back_keep_their_order(device: torch.device, count: int) -> None:
     """A kernel's prologue may run while its predecessor ends: it must not read too early."""
@@ -324,13 +372,15 @@ def test_hopper_takes_its_own_kernel(device: torch.device, monkeypatch: pytest.M
     needs_hopper(device)
     from m3ops.custom_ops.sparse_attention.hopper.decode import launch as decode
 
-    taken: list[tuple[int, bool]] = []
+    taken: list[tuple[int, bool, bool]] = []
+    clusters = decode.CLUSTERS if decode.has_clusters(device) else {}
     original = decode.launch_hopper_decode
 
     def record(*arguments: Any) -> None:
-        num_splits, begin, end = arguments[6:9]
-        taken.append((end - begin, len(arguments) > 11))
-        assert num_splits <= decode.MAX_JOINED_SPLITS or not taken[-1][1]
+        num_splits, clustered, begin, end = arguments[6:10]
+        taken.append((end - begin, clustered, len(arguments) > 12))
+        assert num_splits in clusters or not clustered
+        assert num_splits <= decode.MAX_JOINED_SPLITS or not taken[-1][2]
         original(*arguments)
 
     monkeypatch.setattr(decode, "launch_hopper_decode", record)
@@ -344,14 +394,16 @@ def test_hopper_takes_its_own_kernel(device: torch.device, monkeypatch: pytest.M
     inputs = drafts_of((4,) * 60, 4, device, dtype=torch.bfloat16)
     ids = random_ids(inputs, 16)
     attend(inputs, ids, num_splits=1)
-    assert taken.pop() == (240, False)
+    assert taken.pop() == (240, False, False)
     attend(inputs, ids)
     assert not taken
     inputs = rows_of(15, device, dtype=torch.bfloat16)
     ids = random_ids(inputs, 16)
-    for num_splits in (1, 2, 4, 5, 16):
+    for num_splits in (1, 2, 4, 5, 8, 16, 32):
         attend(inputs, ids, num_splits=num_splits)
-        assert taken.pop() == (15, 1 < num_splits <= decode.MAX_JOINED_SPLITS)
+        clustered = num_splits in clusters
+        by_last = 1 < num_splits <= decode.MAX_JOINED_SPLITS and not clustered
+        assert taken.pop() == (15, clustered, by_last)
     # Drafts of more tokens share tiles, where there are sequences enough.
     inputs = drafts_of((5,) * 60, 5, device, dtype=torch.bfloat16)
     attend(inputs, random_ids(inputs, 16))
@@ -376,7 +428,7 @@ def test_splits_are_joined_beside_each_other(device: torch.device, most: int) ->
         ids = random_ids(inputs, 16, seed=seed)
         out = torch.empty_like(inputs.q)
         lse = torch.empty(inputs.q.shape[:2], device=device)
-        call = functools.partial(attend, inputs, ids, out=out, lse_out=lse)
+        call = functools.partial(attend, inputs, ids, num_splits=3, out=out, lse_out=lse)
         call()
         calls.append((call, out, lse, out.clone(), lse.clone()))
         assert_attention(out, lse, inputs, ids)
@@ -421,7 +473,7 @@ def test_captured_launches_have_counters_of_their_own(
     out, lse = torch.empty_like(inputs.q), torch.empty(15, 32, device=device)
 
     def step() -> None:
-        attend(inputs, ids, num_splits=4, out=out, lse_out=lse)
+        attend(inputs, ids, num_splits=3, out=out, lse_out=lse)
 
     step()
     right = out.clone()

@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .layouts import _blocked
+
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-3.0e38)
@@ -138,10 +140,10 @@ def _clear_unseen(v_tile, keys, PART_ROWS: gl.constexpr):
     """
     ROWS: gl.constexpr = v_tile.shape[0]
     DIM: gl.constexpr = v_tile.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = _blocked([1, 8], [2, 16], [4, 1], [1, 0], gl.num_ctas())
     for first in gl.static_range(0, ROWS, PART_ROWS):
         if keys < first + PART_ROWS:
-            part = v_tile.slice(first, PART_ROWS)
+            part = v_tile if PART_ROWS == ROWS else v_tile.slice(first, PART_ROWS)
             n = first + gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
             values = part.load(LAYOUT)
             seen = (n < keys)[:, None]

@@ -28,6 +28,8 @@ from ..kernels import (
     _next_slot,
     _release,
 )
+from ..layouts import _barriers, _blocked, _operand, _plain, _products
+from .cluster.kernels import _arrive, _await, _join_in_cluster, _prepare, _rank, _stand_by
 from .join.kernels import _join_if_last, _place
 
 _LARGEST = gl.constexpr(2**31 - 1)
@@ -63,7 +65,7 @@ def _find_sequence(row, batch, BLOCK_B: gl.constexpr):
     found_end = gl.load(cu_seqlens_q_ptr + found_b + 1, mask=found_b < num_seqs, other=_LARGEST)
     found_seqused = gl.load(seqused_k_ptr + found_b, mask=found_b < num_seqs, other=0)
     if (row < start) | (row >= found_end):
-        LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        LANES: gl.constexpr = _blocked([1], [32], [1], [0], gl.num_ctas())
         found_b = 0
         found_end = 0
         found_seqused = 0
@@ -127,7 +129,7 @@ def _prefetch_inputs(
     _, _, block_table_ptr, stride_table_b, _ = sources
     _, _, head_kv, _ = place
     cu_seqlens_q_ptr, seqused_k_ptr, _, num_seqs, row_end, num_tokens, longest = batch
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LANES: gl.constexpr = _blocked([1], [32], [1], [0], gl.num_ctas())
     b = gl.minimum(b, num_seqs - 1)
     if b >= 0:
         lane = gl.arange(0, 32, LANES)
@@ -167,7 +169,7 @@ def _list_parts(
     Returns the sequence, the row's position, and per lane: how many such parts its block has, how
     many the lanes up to it have, the block, and its page (or 0).
     """
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LANES: gl.constexpr = _blocked([1], [32], [1], [0], gl.num_ctas())
     PARTS: gl.constexpr = _BLOCK_SIZE // PART
     ids_ptr, stride_i_t, stride_i_h, stride_i_k = ids
     _, _, block_table_ptr, stride_table_b, num_pages = sources
@@ -193,13 +195,13 @@ def _list_parts(
 
 @gluon.jit
 def _write(ring, slot, value):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LAYOUT: gl.constexpr = _blocked([1], [32], [1], [0], gl.num_ctas())
     ring.index(slot).store(gl.full([1], value, gl.int32, LAYOUT))
 
 
 @gluon.jit
 def _read(ring, slot):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    LAYOUT: gl.constexpr = _blocked([1], [32], [4], [0], gl.num_ctas())
     return gl.max(ring.index(slot).load(LAYOUT), 0)
 
 
@@ -285,6 +287,8 @@ def _copy_parts(
     STAGES: gl.constexpr = rings[0].shape[0]
     PART: gl.constexpr = rings[0].shape[3]
     PARTS: gl.constexpr = _BLOCK_SIZE // PART
+    if gl.num_ctas() > 1:
+        _arrive()
     _fetch_descriptors(rings, ready, sources)
     if PDL:
         _prefetch_inputs(row, row, queries, ids, sources, place, batch, 1, GROUP, TOPK, PAGED)
@@ -310,6 +314,8 @@ def _copy_parts(
         )  # fmt: skip
         slot, phase = _next_slot(slot, phase, STAGES)
     _end_parts(rings, slot, phase, -1)
+    if gl.num_ctas() > 1:
+        _await()
 
 
 @gluon.jit
@@ -319,7 +325,7 @@ def _load_queries(q_tile, queries, place):
     row, _, head_kv, _ = place
     GROUP: gl.constexpr = q_tile.shape[0]
     DIM: gl.constexpr = q_tile.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = _blocked([1, 8], [2, 16], [4, 1], [1, 0], gl.num_ctas())
     head = head_kv * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
     q_ptrs = q_ptr + row.to(gl.int64) * stride_q_t + head.to(gl.int64)[:, None] * stride_q_h
@@ -333,6 +339,8 @@ def _attend_parts(
     attended, GROUP: gl.constexpr, MAX_JOINED_SPLITS: gl.constexpr, PDL: gl.constexpr
 ):
     """One warpgroup: the row's heads, as columns, against the parts that come."""
+    if gl.num_ctas() > 1:
+        _arrive()
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -342,7 +350,7 @@ def _attend_parts(
     STAGES: gl.constexpr = k_ring.shape[0]
     PART: gl.constexpr = k_ring.shape[3]
     DIM: gl.constexpr = k_ring.shape[4]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP, 16])
+    ACC: gl.constexpr = _products(4, GROUP, gl.num_ctas())
     COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
 
@@ -377,7 +385,8 @@ def _attend_parts(
         mbarrier.wait(v_full.index(slot), phase)
         v_tile = v_ring.index(slot).reshape([PART, DIM])
         if last + 1 < PART:
-            _clear_unseen(v_tile, last + 1, 32)
+            # Of a cluster's shared memory there are no slices.
+            _clear_unseen(v_tile, last + 1, 32 if gl.num_ctas() == 1 else PART)
         fence_async_shared()
         _barrier()
         acc = warpgroup_mma(v_tile.permute((1, 0)), p_tile.permute((1, 0)), acc, is_async=True)
@@ -389,15 +398,19 @@ def _attend_parts(
 
     # [GROUP]
     weight_sum = gl.sum(weight_sums, 0)
-    divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
-    lse = gl.where(weight_sum > 0, (top + gl.log2(divisor)) * _LN_2, float("-inf"))
-    head = head_kv * GROUP + gl.arange(0, GROUP, COLUMN)
-    gl.store(_place(outputs[1], split, out_row, head), lse)
-    out = acc * (1.0 / divisor)[None, :]
-    o_ptrs = _place(outputs[0], split, out_row, head)[None, :] + gl.arange(0, DIM, ROW)[:, None]
-    gl.store(o_ptrs, out.to(outputs[0][0].dtype.element_ty))
-    if joined[0] is not None:
-        _join_if_last(outputs, joined, place, out_row + 1, 1, GROUP, DIM, MAX_JOINED_SPLITS)
+    if gl.num_ctas() > 1:
+        _join_in_cluster(acc, top, weight_sum, joined, outputs, place)
+    else:
+        divisor = gl.where(weight_sum > 0, weight_sum, 1.0)
+        lse = gl.where(weight_sum > 0, (top + gl.log2(divisor)) * _LN_2, float("-inf"))
+        head = head_kv * GROUP + gl.arange(0, GROUP, COLUMN)
+        gl.store(_place(outputs[1], split, out_row, head), lse)
+        out = acc * (1.0 / divisor)[None, :]
+        o_ptrs = _place(outputs[0], split, out_row, head)[None, :]
+        o_ptrs += gl.arange(0, DIM, ROW)[:, None]
+        gl.store(o_ptrs, out.to(outputs[0][0].dtype.element_ty))
+        if joined[0] is not None:
+            _join_if_last(outputs, joined, place, out_row + 1, 1, GROUP, DIM, MAX_JOINED_SPLITS)
 
 
 @gluon.jit(
@@ -459,28 +472,37 @@ def _sparse_attention_decode_kernel(
 ):
     """A row and one KV head against one split's share of the blocks that the row selected.
 
+    If the program is a cluster, each of its multiprocessors has a split of its own.
+
     Limit: memory bandwidth; for few rows the latency of ids, then pages, then keys.
     """
+    CLUSTER: gl.constexpr = gl.num_ctas()
     # Rows of padding come last, so that they keep no other from starting.
-    programs_per_row = HEADS_KV * num_splits
-    out_row = gl.program_id(0) // programs_per_row
-    head_kv = gl.program_id(0) % programs_per_row % HEADS_KV
-    split = gl.program_id(0) % programs_per_row // HEADS_KV
+    if CLUSTER > 1:
+        out_row = gl.program_id(0) // HEADS_KV
+        head_kv = gl.program_id(0) % HEADS_KV
+        split = _rank()
+    else:
+        programs_per_row = HEADS_KV * num_splits
+        out_row = gl.program_id(0) // programs_per_row
+        head_kv = gl.program_id(0) % programs_per_row % HEADS_KV
+        split = gl.program_id(0) % programs_per_row // HEADS_KV
     PART: gl.constexpr = k_desc.block_type.shape[2]
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     dtype: gl.constexpr = k_desc.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, DIM], dtype)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, PART], dtype)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_layout: gl.constexpr = _operand([GROUP, DIM], dtype, CLUSTER)
+    p_layout: gl.constexpr = _operand([GROUP, PART], dtype, CLUSTER)
+    plain: gl.constexpr = _plain(CLUSTER)
+    barriers: gl.constexpr = _barriers(CLUSTER)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, PART, DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, PART, DIM], v_desc.layout)
     q_tile = gl.allocate_shared_memory(dtype, [GROUP, DIM], q_layout)
     p_tile = gl.allocate_shared_memory(dtype, [GROUP, PART], p_layout)
     last_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    ready = gl.allocate_shared_memory(gl.int64, [1], barriers)
     mbarrier.init(ready, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
@@ -505,14 +527,28 @@ def _sparse_attention_decode_kernel(
         (final_out_ptr, 0, stride_fo_t, stride_fo_h),
         (final_lse_ptr, 0, stride_fl_t, stride_fl_h),
     )
+    if CLUSTER > 1:
+        joined = _prepare()
     place = (row_begin + out_row, out_row, head_kv, split)
     copied = (rings, ready, queries, sources, ids, place, num_splits, batch)
     attended = (rings, q_tile, p_tile, queries, outputs, joined, place, softmax_scale)
-    gl.warp_specialize(
-        [
-            (_attend_parts, (attended, GROUP, MAX_JOINED_SPLITS, PDL)),
-            (_copy_parts, (copied, GROUP, TOPK, PAGED, PACKED, BLOCK_B, PDL)),
-        ],
-        worker_num_warps=[1],
-        worker_num_regs=[88],
-    )
+    if CLUSTER > 1:
+        gl.warp_specialize(
+            [
+                (_attend_parts, (attended, GROUP, MAX_JOINED_SPLITS, PDL)),
+                (_copy_parts, (copied, GROUP, TOPK, PAGED, PACKED, BLOCK_B, PDL)),
+                (_stand_by, ()),
+                (_stand_by, ()),
+            ],
+            worker_num_warps=[1, 1, 2],
+            worker_num_regs=[88, 88, 88],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_parts, (attended, GROUP, MAX_JOINED_SPLITS, PDL)),
+                (_copy_parts, (copied, GROUP, TOPK, PAGED, PACKED, BLOCK_B, PDL)),
+            ],
+            worker_num_warps=[1],
+            worker_num_regs=[88],
+        )

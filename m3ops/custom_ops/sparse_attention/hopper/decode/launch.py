@@ -6,6 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from .....batch import PACKED, PAGED, Batch
@@ -37,6 +38,27 @@ the predecessor ends would else share some of these, and others would have none.
 MAX_JOINED_SPLITS = 4
 """Splits that the program that comes last joins: 4 are faster so, 8 in the kernel that merges."""
 
+CLUSTERS = {
+    16: range(1, 13),
+    8: range(13, 29),
+    4: range(34, 57),
+    2: range(57, 133),
+}
+"""Sizes of clusters, whose multiprocessors join a split each, and (row, KV head) pairs for which.
+
+Up to the end of a range all its clusters find room at once, two programs to a multiprocessor. From
+29 to 33 pairs the program that comes last joins four splits as fast.
+"""
+
+CLUSTER_STAGES, MAX_LONE_PROGRAMS = 2, 96
+"""Parts in flight in each multiprocessor of a cluster, and most of them that can each be alone.
+
+Those have `STAGES`, and so keep clear of one another while the predecessor ends.
+"""
+
+CLUSTERED_MULTIPROCESSORS = 132
+"""Those of the chips that the ranges are for; fewer may have no room for a cluster of 16 at all."""
+
 MAX_PART_SPLITS = 32
 """Splits of which each may have less than a block."""
 
@@ -55,15 +77,31 @@ class Joined(NamedTuple):
     lse: Tensor
 
 
+@functools.cache
+def has_clusters(device: torch.device) -> bool:
+    """Whether clusters join splits on the device.
+
+    Later versions of Triton put barriers of the cluster where not all of its warps come.
+    """
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return num_multiprocessors(device) == CLUSTERED_MULTIPROCESSORS and version < (3, 7)
+
+
 def most_decode_splits(topk: int) -> int:
     """A split per part, unless those are more than can well be joined."""
     return max(topk, min(topk * BLOCK_SIZE // PART, MAX_PART_SPLITS))
 
 
-def choose_decode_splits(rows: int, heads_kv: int, topk: int, device: torch.device) -> int:
-    """A program per multiprocessor, as near as that goes."""
-    programs = max(1, rows * heads_kv)
-    return max(1, min(most_decode_splits(topk), num_multiprocessors(device) // programs))
+def choose_decode_splits(
+    rows: int, heads_kv: int, topk: int, device: torch.device
+) -> tuple[int, bool]:
+    """Splits that give every multiprocessor a program or two, and whether a cluster joins them."""
+    pairs, most = max(1, rows * heads_kv), most_decode_splits(topk)
+    if has_clusters(device):
+        for size, fitting in CLUSTERS.items():
+            if pairs in fitting and size <= most:
+                return size, True
+    return max(1, min(most, num_multiprocessors(device) // pairs)), False
 
 
 def attend_decode_rows(
@@ -79,15 +117,21 @@ def attend_decode_rows(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """The first `rows` rows, in one pass or in splits that the last program or a kernel joins."""
+    """The first `rows` rows, in one pass or in splits.
+
+    A cluster joins these, or the program that comes last, or a kernel.
+    """
     heads_kv, topk = block_ids.shape[1:]
     if num_splits == 0:
-        num_splits = choose_decode_splits(rows, heads_kv, topk, q.device)
-    num_splits = min(num_splits, most_decode_splits(topk))
+        num_splits, clustered = choose_decode_splits(rows, heads_kv, topk, q.device)
+    else:
+        # Whatever the batch, so that a row's bits do not depend on it.
+        num_splits = min(num_splits, most_decode_splits(topk))
+        clustered = num_splits in CLUSTERS and has_clusters(q.device)
     attend = functools.partial(
-        launch_hopper_decode, q, k, v, block_ids, batch, softmax_scale, num_splits
+        launch_hopper_decode, q, k, v, block_ids, batch, softmax_scale, num_splits, clustered
     )
-    if num_splits == 1:
+    if num_splits == 1 or clustered:
         attend(0, rows, out[None, :rows], lse[None, :rows])
         return
     partial_out, partial_lse = allocate_parts(q, num_splits, rows, max_scratch_bytes)
@@ -112,6 +156,7 @@ def launch_hopper_decode(
     batch: Batch,
     softmax_scale: float,
     num_splits: int,
+    clustered: bool,
     begin: int,
     end: int,
     out: Tensor,
@@ -122,23 +167,31 @@ def launch_hopper_decode(
 
     Args:
         q, k, v, block_ids, batch, softmax_scale: as the op has them.
+        clustered: whether a cluster joins the splits: then S is 1.
         joined: where the program that comes last joins the splits, if one does.
     """
     heads_kv = block_ids.shape[1]
-    programs = (end - begin) * heads_kv * num_splits
-    alone = joined is not None and programs <= num_multiprocessors(q.device)
-    arguments = decode_args(q, k, v, block_ids, batch, softmax_scale, out, lse, joined, PART)
+    programs, num_ctas, stages = (end - begin) * heads_kv * num_splits, 1, STAGES
+    if clustered:
+        num_ctas = num_splits
+        stages = STAGES if programs <= MAX_LONE_PROGRAMS else CLUSTER_STAGES
+    elif joined is not None and programs <= num_multiprocessors(q.device):
+        stages = STAGES_ALONE
+    arguments = decode_args(
+        q, k, v, block_ids, batch, softmax_scale, out, lse, joined, PART, num_ctas
+    )
     launch(
         _sparse_attention_decode_kernel,
-        (programs,),
+        (programs // num_ctas,),
         q.device,
         row_begin=begin,
         row_end=end,
         num_splits=num_splits,
         BLOCK_B=BLOCK_B,
-        STAGES=STAGES_ALONE if alone else STAGES,
+        STAGES=stages,
         MAX_JOINED_SPLITS=MAX_JOINED_SPLITS,
         num_warps=4,
+        num_ctas=num_ctas,
         maxnreg=MAX_REGISTERS,
         **arguments,
     )
@@ -155,6 +208,7 @@ def decode_args(
     lse: Tensor,
     joined: Joined | None,
     part: int,
+    num_ctas: int = 1,
 ) -> dict[str, Any]:
     """Arguments of a kernel that lists what its rows selected, fetched `part` keys at once."""
     heads_kv, topk = block_ids.shape[1:]
@@ -164,8 +218,8 @@ def decode_args(
     del arguments["BLOCK_SIZE"], arguments["BLOCK_B"]
     return arguments | dict(
         q_ptr=q,
-        k_desc=key_descriptor(k, batch, part),
-        v_desc=key_descriptor(v, batch, part),
+        k_desc=key_descriptor(k, batch, part, num_ctas),
+        v_desc=key_descriptor(v, batch, part, num_ctas),
         ids_ptr=block_ids,
         out_ptr=out,
         lse_ptr=lse,
