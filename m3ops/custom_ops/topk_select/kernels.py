@@ -20,11 +20,14 @@ _UNSEEN = tl.constexpr(-(2**31))
 _LOWEST = tl.constexpr(-(2**31) + 2**23 - 1)
 _FORCED = tl.constexpr(2**31 - 1)
 
+# The least score of all but -inf.
+_LEAST = tl.constexpr(-3.4028234663852886e38)
+
 # Column 0 with a score of -inf.
 _NO_ENTRY = tl.constexpr(-(0x800000 << 32))
 
-# Candidates of a row that a program ranks; more make it rank all blocks of its rows.
-_CANDIDATES = tl.constexpr(32)
+# Candidates among a share's columns of a row; more make the program rank all blocks of its rows.
+_CANDIDATES = tl.constexpr(64)
 
 # So many scores more than wanted are dropped one by one rather than by halving their range.
 _FEW = tl.constexpr(4)
@@ -62,6 +65,7 @@ def _topk_select_columns_kernel(
     BLOCK_R: tl.constexpr,
     SHARES: tl.constexpr,
     BATCH: tl.constexpr,
+    SAMPLE: tl.constexpr,
     SORTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -69,10 +73,11 @@ def _topk_select_columns_kernel(
 
     Forced blocks have their places; of the others K' are wanted. If it `SORTS`, the first pass
     keeps the best of every share sorted, and the second writes what reaches the K'-th best of the
-    row: 28 instructions a score. Else the first pass bounds the K'-th best score from below, the
-    second lists what reaches that bound, about 20 candidates a row, and only those are ranked: 14
-    instructions a score, and for each share as much as for 100 of them. The second pass should find
-    the scores in L2. Limit: the latency of loads, with arithmetic close behind.
+    row: 28 instructions a score. Else the first pass bounds the K'-th best score from below by one
+    column in `SAMPLE`, the second lists what reaches that bound, for a `SAMPLE` of 2 about 33
+    candidates a row, and only those are ranked: 14 instructions a score, and for each share as much
+    as for 100 of them. The second pass should find the sample in L2. Limit: the latency of loads,
+    with arithmetic close behind.
     """
     if PDL:
         gdc_wait()
@@ -103,7 +108,7 @@ def _topk_select_columns_kernel(
                 _select_listed(
                     s_ptrs + INIT * stride_s_j.to(tl.int64), i_ptrs + INIT * stride_i_k, lists_ptr,
                     free, stride_s_j.to(tl.int64), stride_i_k, INIT, TOPK - INIT - LOCAL, BLOCK_K,
-                    BLOCK_R, SHARES, BATCH,
+                    BLOCK_R, SHARES, BATCH, SAMPLE,
                 )  # fmt: skip
         # The forced blocks come before and after; slots past them stay unused.
         part = tl.arange(0, SHARES)[None, :]
@@ -238,9 +243,12 @@ def _select_listed(
     BLOCK_R: tl.constexpr,
     SHARES: tl.constexpr,
     BATCH: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ):
     """The same from few candidates."""
-    bound = _bound(s_ptrs, stride_s_j, free, WANTED, BLOCK_K, BLOCK_R, SHARES, BATCH)
+    bound = _bound(
+        s_ptrs, SAMPLE * stride_s_j, tl.cdiv(free, SAMPLE), WANTED, BLOCK_K, BLOCK_R, SHARES, BATCH
+    )
     share, least, begin, size = _cut(free, SHARES)
     s_ptrs += begin * stride_s_j
     list_ptrs = lists_ptr + tl.arange(0, BLOCK_R)[:, None]
@@ -249,22 +257,20 @@ def _select_listed(
     )
     # Each thread wrote what its share holds, and reads its part of all candidates of the row.
     tl.debug_barrier()
-    starts, total = (), tl.zeros([BLOCK_R, 1], tl.int32)
+    starts, total, longest = (), tl.zeros([BLOCK_R, 1], tl.int32), 0
     for s in tl.static_range(SHARES):
+        length = tl.load(list_ptrs + s * list_depth(BATCH) * BLOCK_R).to(tl.int32)
         starts = starts + (total,)
-        total += tl.load(list_ptrs + s * list_depth(BATCH) * BLOCK_R).to(tl.int32)
+        total += length
+        longest = tl.maximum(longest, length)
     # NaN is not listed, but ranks with -inf, and so may have to be kept.
     listed = (total == free) | ((bound > float("-inf")) & (total >= WANTED))
-    listed &= total <= _CANDIDATES
+    listed &= longest <= _CANDIDATES
     if tl.min(listed.to(tl.int32)) == 1:
-        ids, scores = _load_candidates(list_ptrs, starts, total, BATCH, BLOCK_R, SHARES)
-        length: tl.constexpr = _CANDIDATES // SHARES
-        lowest = tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32)
-        best = _sort(scores, length) + (lowest,) * (BLOCK_K - length)
-        size = total - (tl.arange(0, SHARES) * length)[None, :]
-        threshold, room, slot = _divide(scores, best, size, WANTED)
-        for i in tl.static_range(length):
-            room, slot = _emit(i_ptrs, stride_i_k, INIT + ids[i], scores[i], threshold, room, slot)
+        _write_best(
+            i_ptrs, list_ptrs, starts, total, stride_i_k, INIT, WANTED, BLOCK_K, BATCH, BLOCK_R,
+            SHARES,
+        )  # fmt: skip
     else:
         best = (tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32),) * BLOCK_K
         ptrs = s_ptrs
@@ -276,6 +282,61 @@ def _select_listed(
                        WANTED, BLOCK_K)  # fmt: skip
     # Before the lists are written anew.
     tl.debug_barrier()
+
+
+@triton.jit
+def _write_best(
+    i_ptrs,
+    list_ptrs,
+    starts,
+    total,
+    stride_i_k,
+    INIT: tl.constexpr,
+    WANTED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BATCH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """Write the best `WANTED` of all candidates: few rows have more than fit in registers."""
+    step: tl.constexpr = SHARES * BLOCK_K
+    begin = (tl.arange(0, SHARES) * BLOCK_K)[None, :]
+    most = tl.max(total)
+    ids, scores = _load_candidates(list_ptrs, starts, total, begin, BLOCK_K, BATCH, BLOCK_R, SHARES)
+    best = _sort(scores, BLOCK_K)
+    for first in range(step, most, step):
+        _, more = _load_candidates(
+            list_ptrs, starts, total, first + begin, BLOCK_K, BATCH, BLOCK_R, SHARES
+        )
+        best = _merge(best, _sort(more, BLOCK_K), BLOCK_K)
+    threshold = _merge_shares(best)[WANTED - 1][:, None]
+
+    # No ties, and nothing of -inf that has to be kept.
+    least = tl.maximum(threshold, _LEAST)
+    reach = tl.zeros_like(total + begin)
+    for i in tl.static_range(BLOCK_K):
+        reach += (scores[i] >= least).to(tl.int32)
+    plain = (tl.sum(reach, 1)[:, None] == tl.minimum(total, WANTED)) & (total <= step)
+    if tl.min(plain.to(tl.int32)) == 1:
+        ends = i_ptrs + (tl.cumsum(reach, 1) - reach) * stride_i_k
+        for i in tl.static_range(BLOCK_K):
+            reaches = scores[i] >= least
+            tl.store(ends, INIT + ids[i], reaches)
+            ends += tl.where(reaches, stride_i_k, 0)
+    else:
+        above = tl.zeros_like(reach)
+        for i in tl.static_range(BLOCK_K):
+            above += (best[i] > threshold).to(tl.int32)
+        room = WANTED - tl.sum(above, 1)[:, None]
+        slot = tl.zeros_like(room)
+        for first in range(0, most, step):
+            ids, scores = _load_candidates(
+                list_ptrs, starts, total, first + begin, BLOCK_K, BATCH, BLOCK_R, SHARES
+            )
+            size = total - first - begin
+            room, slot = _emit_all(
+                i_ptrs, stride_i_k, INIT, ids, scores, threshold, size, room, slot
+            )
 
 
 @triton.jit
@@ -381,20 +442,21 @@ def _load_candidates(
     list_ptrs,
     starts,
     total,
+    begin,
+    NUM: tl.constexpr,
     BATCH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Columns and scores of all candidates of a row, ascending, as many for every share."""
+    """Columns and scores of the next `NUM` candidates of a row from `begin` on, ascending."""
     ids, scores = (), ()
-    for i in tl.static_range(_CANDIDATES // SHARES):
-        place = (tl.arange(0, SHARES) * (_CANDIDATES // SHARES) + i)[None, :]
+    for i in tl.static_range(NUM):
         # Past the lengths and the unused ends of the lists before.
-        source = 1 + place + tl.zeros_like(total)
+        source = 1 + begin + i + tl.zeros_like(total)
         for s in tl.static_range(1, SHARES):
             skipped = list_depth(BATCH) - (starts[s] - starts[s - 1])
-            source += tl.where(place >= starts[s], skipped, 0)
-        entry = tl.load(list_ptrs + source * BLOCK_R, place < total, _NO_ENTRY)
+            source += tl.where(begin + i >= starts[s], skipped, 0)
+        entry = tl.load(list_ptrs + source * BLOCK_R, begin + i < total, _NO_ENTRY)
         ids = ids + (entry.to(tl.int32),)
         scores = scores + ((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True),)
     return ids, scores
@@ -445,16 +507,45 @@ def _divide(scores, best, size, WANTED: tl.constexpr):
     """
     # [BLOCK_R, 1]
     threshold = _merge_shares(best)[WANTED - 1][:, None]
+    above, ties = _count(scores, threshold, size)
+    room, slot = _share_out(above, ties, WANTED - tl.sum(above, 1)[:, None])
+    return threshold, room, slot
+
+
+@triton.jit
+def _count(scores, threshold, size):
+    """How many of the `size` scores of every share are above the threshold, and how many tie."""
     above, ties = tl.zeros_like(size), tl.zeros_like(size)
     for i in tl.static_range(len(scores)):
         above += (scores[i] > threshold).to(tl.int32)
         ties += (scores[i] == threshold).to(tl.int32)
     # What is not there ties with -inf.
-    ties = tl.minimum(ties, tl.maximum(size - above, 0))
-    # Ties go to the lower ids, and so to the first shares.
-    room = WANTED - tl.sum(above, 1)[:, None] - (tl.cumsum(ties, 1) - ties)
+    return above, tl.minimum(ties, tl.maximum(size - above, 0))
+
+
+@triton.jit
+def _share_out(above, ties, room):
+    """How many of a row's ties, for `room` of which there is room, each share keeps, and its slot
+    of the first block that it keeps. Ties go to the lower ids, and so to the first shares.
+    """
+    room = room - (tl.cumsum(ties, 1) - ties)
     room = tl.minimum(tl.maximum(room, 0), ties)
-    return threshold, room, tl.cumsum(above + room, 1) - (above + room)
+    return room, tl.cumsum(above + room, 1) - (above + room)
+
+
+@triton.jit
+def _emit_all(i_ptrs, stride_i_k, INIT: tl.constexpr, ids, scores, threshold, size, room, slot):
+    """Write what is kept of the next candidates; the row's room and slot for those after them."""
+    above, ties = _count(scores, threshold, size)
+    part_room, part_slot = _share_out(above, ties, room)
+    kept_ties = tl.sum(part_room, 1)[:, None]
+    after = slot + tl.sum(above, 1)[:, None] + kept_ties
+    part_slot += slot
+    for i in tl.static_range(len(ids)):
+        part_room, part_slot = _emit(
+            i_ptrs, stride_i_k, INIT + ids[i], scores[i], threshold, part_room, part_slot
+        )
+    return room - kept_ties, after
 
 
 @triton.jit

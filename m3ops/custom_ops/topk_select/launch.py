@@ -38,6 +38,10 @@ SORTING_WARPS, SORTING_REGISTERS = 20, 96
 BATCH = 32
 """Scores that a thread loads at once where it lists candidates."""
 
+SAMPLE = 2
+"""One column in so many bounds what a row keeps. More candidates reach the bound of fewer columns,
+but only those columns are read twice."""
+
 SORTED_COLUMNS = 256
 """Of no more columns than this all scores are sorted: for candidates a row takes longer."""
 
@@ -90,7 +94,7 @@ def launch_topk_select(
         grid: tuple[int, ...] = (min(triton.cdiv(rows * heads, block_r), resident),)
         kernel, arguments["num_warps"] = _topk_select_columns_kernel, warps
         arguments["BLOCK_R"], arguments["SHARES"] = block_r, shares
-        arguments["BATCH"], arguments["SORTS"] = BATCH, sorts
+        arguments["BATCH"], arguments["SAMPLE"], arguments["SORTS"] = BATCH, SAMPLE, sorts
         lists = (*grid, shares, list_depth(BATCH), block_r)
         arguments["lists_ptr"] = None if sorts else scores.new_empty(lists, dtype=torch.int64)
         if device_kind(scores.device) != "gfx942":
