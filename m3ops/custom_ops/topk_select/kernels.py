@@ -23,6 +23,10 @@ _FORCED = tl.constexpr(2**31 - 1)
 # The least score of all but -inf.
 _LEAST = tl.constexpr(-3.4028234663852886e38)
 
+# How soon L2 drops what was loaded.
+_NORMAL = tl.constexpr("")
+_FIRST = tl.constexpr("evict_first")
+
 # Column 0 with a score of -inf.
 _NO_ENTRY = tl.constexpr(-(0x800000 << 32))
 
@@ -407,7 +411,8 @@ def _list_candidates(
     full = tl.maximum(least, 0) // BATCH * BATCH
     ptrs, ends = s_ptrs, begins
     for step in range(0, full, BATCH):
-        scores = _load_columns(ptrs, stride_s_j, None, None, BATCH)
+        # Their room in L2 is for samples that are still to be read again.
+        scores = _load_columns(ptrs, stride_s_j, None, None, BATCH, _FIRST)
         ends = _append(ends, begins, scores, begin + step, bound, BLOCK_R)
         ptrs += BATCH * stride_s_j
     ptrs = s_ptrs + full * stride_s_j
@@ -465,14 +470,17 @@ def _load_candidates(
 
 
 @triton.jit
-def _load_columns(s_ptrs, stride_s_j, left, other, NUM: tl.constexpr):
+def _load_columns(
+    s_ptrs, stride_s_j, left, other, NUM: tl.constexpr, EVICTION: tl.constexpr = _NORMAL
+):
     """The scores of the next `NUM` columns of every row and share, a tuple; `other` past the last
     of the `left` ones.
     """
     columns = ()
     for u in tl.static_range(NUM):
         mask = None if left is None else u < left
-        columns = columns + (tl.load(s_ptrs + u * stride_s_j, mask, other),)
+        score = tl.load(s_ptrs + u * stride_s_j, mask, other, eviction_policy=EVICTION)
+        columns = columns + (score,)
     return columns
 
 
