@@ -224,12 +224,14 @@ def _write_divided(
     """Write the best `WANTED` blocks of every row, ties and NaN among them, from all scores and the
     `best` of each share.
     """
-    threshold, room, slot = _divide(best, best, size, WANTED)
+    threshold, room, slot = _divide(best, size, WANTED)
+    j = INIT + begin[:, :, None] + tl.arange(0, BLOCK_K)[None, None, :]
     for step in range(0, share, BLOCK_K):
-        scores = _load_ranked(s_ptrs, stride_s_j, size - step, BLOCK_K)
-        for u in tl.static_range(BLOCK_K):
-            j = INIT + begin + step + u
-            room, slot = _emit(i_ptrs, stride_i_k, j, scores[u], threshold, room, slot)
+        scores = _load_tile(s_ptrs, stride_s_j, size - step, float("-inf"), BLOCK_K)
+        # As they rank.
+        scores = tl.maximum(scores, float("-inf"))
+        above, tie = _against(threshold, scores, size - step)
+        room, slot = _emit(i_ptrs, stride_i_k, j + step, above, tie, room, slot)
         s_ptrs += BLOCK_K * stride_s_j
 
 
@@ -279,8 +281,8 @@ def _select_listed(
         best = (tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32),) * BLOCK_K
         ptrs = s_ptrs
         for step in range(0, share, BLOCK_K):
-            scores = _load_ranked(ptrs, stride_s_j, size - step, BLOCK_K)
-            best = _merge(best, _sort(scores, BLOCK_K), BLOCK_K)
+            scores = _load_tile(ptrs, stride_s_j, size - step, float("-inf"), BLOCK_K)
+            best = _merge(best, _sort(_rank_all(_split(scores)), BLOCK_K), BLOCK_K)
             ptrs += BLOCK_K * stride_s_j
         _write_divided(s_ptrs, i_ptrs, best, begin, size, share, stride_s_j, stride_i_k, INIT,
                        WANTED, BLOCK_K)  # fmt: skip
@@ -307,12 +309,13 @@ def _write_best(
     begin = (tl.arange(0, SHARES) * BLOCK_K)[None, :]
     most = tl.max(total)
     ids, scores = _load_candidates(list_ptrs, starts, total, begin, BLOCK_K, BATCH, BLOCK_R, SHARES)
+    ids, scores = _split(ids), _split(scores)
     best = _sort(scores, BLOCK_K)
     for first in range(step, most, step):
-        _, more = _load_candidates(
+        _, next_scores = _load_candidates(
             list_ptrs, starts, total, first + begin, BLOCK_K, BATCH, BLOCK_R, SHARES
         )
-        best = _merge(best, _sort(more, BLOCK_K), BLOCK_K)
+        best = _merge(best, _sort(_split(next_scores), BLOCK_K), BLOCK_K)
     threshold = _merge_shares(best)[WANTED - 1][:, None]
 
     # No ties, and nothing of -inf that has to be kept.
@@ -328,19 +331,17 @@ def _write_best(
             tl.store(ends, INIT + ids[i], reaches)
             ends += tl.where(reaches, stride_i_k, 0)
     else:
-        above = tl.zeros_like(reach)
+        num_above = tl.zeros_like(reach)
         for i in tl.static_range(BLOCK_K):
-            above += (best[i] > threshold).to(tl.int32)
-        room = WANTED - tl.sum(above, 1)[:, None]
+            num_above += (best[i] > threshold).to(tl.int32)
+        room = WANTED - tl.sum(num_above, 1)[:, None]
         slot = tl.zeros_like(room)
         for first in range(0, most, step):
-            ids, scores = _load_candidates(
+            j, more = _load_candidates(
                 list_ptrs, starts, total, first + begin, BLOCK_K, BATCH, BLOCK_R, SHARES
             )
-            size = total - first - begin
-            room, slot = _emit_all(
-                i_ptrs, stride_i_k, INIT, ids, scores, threshold, size, room, slot
-            )
+            above, tie = _against(threshold, more, total - first - begin)
+            room, slot = _emit_all(i_ptrs, stride_i_k, INIT + j, above, tie, room, slot)
 
 
 @triton.jit
@@ -357,9 +358,9 @@ def _bound(
     """A score that at least `WANTED` of every row reach, or -inf: the `WANTED`-th largest of the
     maxima of residue classes of columns, over which neighbours, often alike, are spread.
     """
-    groups: tl.constexpr = min(BLOCK_K, 64 // SHARES)
-    lowest = tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32)
-    best = (lowest,) * groups
+    groups: tl.constexpr = min(BLOCK_K, BATCH, 64 // SHARES)
+    # [BLOCK_R, SHARES, groups]
+    best = tl.full([BLOCK_R, SHARES, groups], float("-inf"), tl.float32)
     most, least = tl.max(free), tl.min(free)
     begin = (tl.arange(0, SHARES) * BATCH)[None, :]
     s_ptrs += begin * stride_s_j
@@ -367,27 +368,31 @@ def _bound(
     full = least // batch * batch
     ptrs = s_ptrs
     for _ in range(0, full, batch):
-        best = _raise(best, _load_columns(ptrs, stride_s_j, None, None, BATCH))
+        best = _raise(best, ptrs, stride_s_j, None, BATCH)
         ptrs += batch * stride_s_j
     ptrs = s_ptrs + full * stride_s_j
     for step in range(full, most, batch):
-        left = free - begin - step
-        best = _raise(best, _load_columns(ptrs, stride_s_j, left, float("-inf"), BATCH))
+        best = _raise(best, ptrs, stride_s_j, free - begin - step, BATCH)
         ptrs += batch * stride_s_j
-    best = _sort(best, groups) + (lowest,) * (BLOCK_K - groups)
+    lowest = tl.full([BLOCK_R, SHARES], float("-inf"), tl.float32)
+    best = _sort(_split(best), groups) + (lowest,) * (BLOCK_K - groups)
     return _merge_shares(best)[WANTED - 1][:, None]
 
 
 @triton.jit
-def _raise(best, scores):
-    """The maxima of all groups with these scores. Of NaN and a number the number is the larger."""
-    higher = ()
-    for g in tl.static_range(len(best)):
-        highest = best[g]
-        for u in tl.static_range(g, len(scores), len(best)):
-            highest = tl.maximum(highest, scores[u])
-        higher = higher + (highest,)
-    return higher
+def _raise(best, s_ptrs, stride_s_j, left, BATCH: tl.constexpr):
+    """The maxima of all groups with the next `BATCH` scores, of which all are on their way at once.
+    Of NaN and a number the number is the larger.
+    """
+    groups: tl.constexpr = best.shape[2]
+    tiles = ()
+    for u in tl.static_range(0, BATCH, groups):
+        left_of_tile = None if left is None else left - u
+        tile = _load_tile(s_ptrs + u * stride_s_j, stride_s_j, left_of_tile, float("-inf"), groups)
+        tiles = tiles + (tile,)
+    for i in tl.static_range(len(tiles)):
+        best = tl.maximum(best, tiles[i])
+    return best
 
 
 @triton.jit
@@ -412,12 +417,12 @@ def _list_candidates(
     ptrs, ends = s_ptrs, begins
     for step in range(0, full, BATCH):
         # Their room in L2 is for samples that are still to be read again.
-        scores = _load_columns(ptrs, stride_s_j, None, None, BATCH, _FIRST)
+        scores = _load_tile(ptrs, stride_s_j, None, float("nan"), BATCH, _FIRST)
         ends = _append(ends, begins, scores, begin + step, bound, BLOCK_R)
         ptrs += BATCH * stride_s_j
     ptrs = s_ptrs + full * stride_s_j
     for step in range(full, share, BATCH):
-        scores = _load_columns(ptrs, stride_s_j, size - step, float("nan"), BATCH)
+        scores = _load_tile(ptrs, stride_s_j, size - step, float("nan"), BATCH)
         ends = _append(ends, begins, scores, begin + step, bound, BLOCK_R)
         ptrs += BATCH * stride_s_j
     tl.store(list_ptrs, _length(ends, begins, BLOCK_R).to(tl.int64))
@@ -432,14 +437,17 @@ def _length(ends, begins, BLOCK_R: tl.constexpr):
 @triton.jit
 def _append(ends, begins, scores, column, bound, BLOCK_R: tl.constexpr):
     """Append what reaches the bound of the scores from `column` on; the lists' ends after it."""
+    column = column[:, :, None] + tl.arange(0, scores.shape[2])[None, None, :]
+    low = column.to(tl.uint32).to(tl.int64)
+    entries = _split((scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low)
+    scores = _split(scores)
     for u in tl.static_range(len(scores)):
         # Nothing reaches NaN: once there are too many the rest does not matter. Asking often keeps
         # the compiler from comparing all scores first, and packing what comes out.
         if u % 8 == 0:
             bound = tl.where(_length(ends, begins, BLOCK_R) <= _CANDIDATES, bound, float("nan"))
         reaches = scores[u] >= bound
-        low = (column + u).to(tl.uint32).to(tl.int64)
-        tl.store(ends, (scores[u].to(tl.int32, bitcast=True).to(tl.int64) << 32) | low, reaches)
+        tl.store(ends, entries[u], reaches)
         ends += tl.where(reaches, BLOCK_R, 0)
     return ends
 
@@ -456,31 +464,64 @@ def _load_candidates(
     SHARES: tl.constexpr,
 ):
     """Columns and scores of the next `NUM` candidates of a row from `begin` on, ascending."""
-    ids, scores = (), ()
-    for i in tl.static_range(NUM):
-        # Past the lengths and the unused ends of the lists before.
-        source = 1 + begin + i + tl.zeros_like(total)
-        for s in tl.static_range(1, SHARES):
-            skipped = list_depth(BATCH) - (starts[s] - starts[s - 1])
-            source += tl.where(begin + i >= starts[s], skipped, 0)
-        entry = tl.load(list_ptrs + source * BLOCK_R, begin + i < total, _NO_ENTRY)
-        ids = ids + (entry.to(tl.int32),)
-        scores = scores + ((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True),)
-    return ids, scores
+    # [BLOCK_R, SHARES, NUM]
+    place = begin[:, :, None] + tl.arange(0, NUM)[None, None, :]
+    # Past the lengths and the unused ends of the lists before.
+    source = 1 + place + tl.zeros_like(total)[:, :, None]
+    for s in tl.static_range(1, SHARES):
+        skipped = list_depth(BATCH) - (starts[s] - starts[s - 1])
+        source += tl.where(place >= starts[s][:, :, None], skipped[:, :, None], 0)
+    ptrs = list_ptrs[:, :, None] + source * BLOCK_R
+    entry = tl.load(ptrs, place < total[:, :, None], _NO_ENTRY)
+    return entry.to(tl.int32), (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _load_columns(
+def _load_tile(
     s_ptrs, stride_s_j, left, other, NUM: tl.constexpr, EVICTION: tl.constexpr = _NORMAL
 ):
+    """The scores of the next `NUM` columns, ``[BLOCK_R, SHARES, NUM]``; `other` past the last of
+    the `left` ones. Every thread has those of its row and share.
+
+    From every load and store the compiler visits all operations that have to do with it, and those
+    of each of these: a kernel that loads columns one by one compiles for a minute.
+    """
+    u = tl.arange(0, NUM)[None, None, :]
+    ptrs = s_ptrs[:, :, None] + u * stride_s_j
+    if left is None:
+        return tl.load(ptrs, eviction_policy=EVICTION)
+    else:
+        return tl.load(ptrs, u < left[:, :, None], other, eviction_policy=EVICTION)
+
+
+@triton.constexpr_function
+def _halves(shape):
+    """A shape whose last axis is cut in halves, these in halves, and so on."""
+    return [*shape[:-1], *[2] * _log2(shape[-1])]
+
+
+@triton.jit
+def _split(tile):
+    """The tuple of what stands along the last axis of a tile."""
+    parts = (tl.reshape(tile, _halves(tile.shape)),)
+    for _ in tl.static_range(_log2(tile.shape[-1])):
+        even, odd = (), ()
+        for i in tl.static_range(len(parts)):
+            one, other = tl.split(parts[i])
+            even, odd = even + (one,), odd + (other,)
+        parts = even + odd
+    return parts
+
+
+@triton.jit
+def _load_columns(s_ptrs, stride_s_j, left, other, NUM: tl.constexpr):
     """The scores of the next `NUM` columns of every row and share, a tuple; `other` past the last
     of the `left` ones.
     """
     columns = ()
     for u in tl.static_range(NUM):
         mask = None if left is None else u < left
-        score = tl.load(s_ptrs + u * stride_s_j, mask, other, eviction_policy=EVICTION)
-        columns = columns + (score,)
+        columns = columns + (tl.load(s_ptrs + u * stride_s_j, mask, other),)
     return columns
 
 
@@ -510,27 +551,20 @@ def _load_ranked(s_ptrs, stride_s_j, left, NUM: tl.constexpr):
 
 
 @triton.jit
-def _divide(scores, best, size, WANTED: tl.constexpr):
-    """From the `size` scores of every share, or its best ones, and the same sorted: the least
-    score kept of each row, how many that just reach it a share may keep, and the slot of the
-    first that it keeps.
+def _divide(best, size, WANTED: tl.constexpr):
+    """From the best of the `size` scores of every share: the least score kept of each row, how many
+    that just reach it a share may keep, and the slot of the first that it keeps.
     """
     # [BLOCK_R, 1]
     threshold = _merge_shares(best)[WANTED - 1][:, None]
-    above, ties = _count(scores, threshold, size)
+    above, ties = tl.zeros_like(size), tl.zeros_like(size)
+    for i in tl.static_range(len(best)):
+        above += (best[i] > threshold).to(tl.int32)
+        ties += (best[i] == threshold).to(tl.int32)
+    # What is not there ties with -inf.
+    ties = tl.minimum(ties, tl.maximum(size - above, 0))
     room, slot = _share_out(above, ties, WANTED - tl.sum(above, 1)[:, None])
     return threshold, room, slot
-
-
-@triton.jit
-def _count(scores, threshold, size):
-    """How many of the `size` scores of every share are above the threshold, and how many tie."""
-    above, ties = tl.zeros_like(size), tl.zeros_like(size)
-    for i in tl.static_range(len(scores)):
-        above += (scores[i] > threshold).to(tl.int32)
-        ties += (scores[i] == threshold).to(tl.int32)
-    # What is not there ties with -inf.
-    return above, tl.minimum(ties, tl.maximum(size - above, 0))
 
 
 @triton.jit
@@ -544,27 +578,33 @@ def _share_out(above, ties, room):
 
 
 @triton.jit
-def _emit_all(i_ptrs, stride_i_k, INIT: tl.constexpr, ids, scores, threshold, size, room, slot):
-    """Write what is kept of the next candidates; the row's room and slot for those after them."""
-    above, ties = _count(scores, threshold, size)
-    part_room, part_slot = _share_out(above, ties, room)
-    kept_ties = tl.sum(part_room, 1)[:, None]
-    after = slot + tl.sum(above, 1)[:, None] + kept_ties
-    part_slot += slot
-    for i in tl.static_range(len(ids)):
-        part_room, part_slot = _emit(
-            i_ptrs, stride_i_k, INIT + ids[i], scores[i], threshold, part_room, part_slot
-        )
-    return room - kept_ties, after
+def _against(threshold, scores, size):
+    """Which of the `size` scores of a tile are above the threshold, and which tie, as 0 or 1."""
+    # [BLOCK_R, SHARES, NUM]
+    threshold = threshold[:, :, None]
+    # What is not there ties with -inf.
+    there = tl.arange(0, scores.shape[2])[None, None, :] < size[:, :, None]
+    return (scores > threshold).to(tl.int32), ((scores == threshold) & there).to(tl.int32)
 
 
 @triton.jit
-def _emit(i_ptrs, stride_i_k, j, score, threshold, room, slot):
-    """Write block `j` if it is kept; room and slot for the next."""
-    tie = (score == threshold) & (room > 0)
-    kept = (score > threshold) | tie
-    tl.store(i_ptrs + slot * stride_i_k, j, kept)
-    return room - tie.to(tl.int32), slot + kept.to(tl.int32)
+def _emit_all(i_ptrs, stride_i_k, j, above, tie, room, slot):
+    """Write what is kept of the next blocks `j` of a row; its room and slot for those after."""
+    num_above = tl.sum(above, 2)
+    part_room, part_slot = _share_out(num_above, tl.sum(tie, 2), room)
+    kept_ties = tl.sum(part_room, 1)[:, None]
+    _emit(i_ptrs, stride_i_k, j, above, tie, part_room, part_slot + slot)
+    return room - kept_ties, slot + tl.sum(num_above, 1)[:, None] + kept_ties
+
+
+@triton.jit
+def _emit(i_ptrs, stride_i_k, j, above, tie, room, slot):
+    """Write what is kept of the next blocks `j` of a share; its room and slot for those after."""
+    kept_tie = tl.where(tl.cumsum(tie, 2) <= room[:, :, None], tie, 0)
+    kept = above | kept_tie
+    slots = slot[:, :, None] + tl.cumsum(kept, 2) - kept
+    tl.store(i_ptrs[:, :, None] + slots * stride_i_k, j, kept > 0)
+    return room - tl.sum(kept_tie, 2), slot + tl.sum(kept, 2)
 
 
 @triton.jit
