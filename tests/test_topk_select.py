@@ -357,6 +357,15 @@ def test_one_odd_row_among_many(target: Target) -> None:
 
 
 @pytest.mark.usefixtures("many_rows")
+@pytest.mark.parametrize("pattern", ["a high end", "few values", "mostly NaN"])
+def test_programs_all_of_whose_rows_are_wide(target: Target, pattern: str) -> None:
+    """All shares have whole batches of columns, and some more."""
+    width = 1025
+    rows = torch.stack([PATTERNS[pattern](width).float() for _ in range(32)]).reshape(16, 2, width)
+    check_many(rows, [width - i % 3 for i in range(16)], target, 16, 0, 1)
+
+
+@pytest.mark.usefixtures("many_rows")
 @pytest.mark.parametrize("after", [[], [NAN] * 20, [-INF] * 60, [0.0] * 60], ids=len)
 def test_a_row_of_many_is_the_same_alone_and_in_company(target: Target, after: list[float]) -> None:
     """Few numbers, so that of NaN and -inf, which tie, the lower ids fill up."""
