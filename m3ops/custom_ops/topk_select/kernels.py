@@ -150,11 +150,11 @@ def _select_sorted(
         ptrs += BLOCK_K * stride_s_j
         # On their way while these are sorted.
         coming = _load_batch(ptrs, stride_s_j, full - BLOCK_K - step, BLOCK_K)
-        best = _merge(best, _sort(_rank_all(scores), BLOCK_K), BLOCK_K)
+        best = _merge(best, _sort(_rank_all(_split(scores)), BLOCK_K), BLOCK_K)
         scores = coming
     for step in range(full, share, BLOCK_K):
-        scores = _load_ranked(ptrs, stride_s_j, size - step, BLOCK_K)
-        best = _merge(best, _sort(scores, BLOCK_K), BLOCK_K)
+        scores = _load_tile(ptrs, stride_s_j, size - step, float("-inf"), BLOCK_K)
+        best = _merge(best, _sort(_rank_all(_split(scores)), BLOCK_K), BLOCK_K)
         ptrs += BLOCK_K * stride_s_j
 
     threshold = _merge_shares(best)[WANTED - 1][:, None]
@@ -170,12 +170,12 @@ def _select_sorted(
         ends = ends.to(tl.pointer_type(tl.int8))
         column = INIT + begin + tl.zeros_like(size)
         for step in range(0, full, BLOCK_K):
-            scores = _load_columns(s_ptrs, stride_s_j, None, None, BLOCK_K)
-            ends = _write_reaching(ends, stride_i_k, scores, column + step, threshold)
+            scores = _load_tile(s_ptrs, stride_s_j, None, float("nan"), BLOCK_K)
+            ends = _write_reaching(ends, stride_i_k, _split(scores), column + step, threshold)
             s_ptrs += BLOCK_K * stride_s_j
         for step in range(full, share, BLOCK_K):
-            scores = _load_columns(s_ptrs, stride_s_j, size - step, float("nan"), BLOCK_K)
-            ends = _write_reaching(ends, stride_i_k, scores, column + step, threshold)
+            scores = _load_tile(s_ptrs, stride_s_j, size - step, float("nan"), BLOCK_K)
+            ends = _write_reaching(ends, stride_i_k, _split(scores), column + step, threshold)
             s_ptrs += BLOCK_K * stride_s_j
     else:
         _write_divided(s_ptrs, i_ptrs, best, begin, size, share, stride_s_j, stride_i_k, INIT,
@@ -514,25 +514,10 @@ def _split(tile):
 
 
 @triton.jit
-def _load_columns(s_ptrs, stride_s_j, left, other, NUM: tl.constexpr):
-    """The scores of the next `NUM` columns of every row and share, a tuple; `other` past the last
-    of the `left` ones.
-    """
-    columns = ()
-    for u in tl.static_range(NUM):
-        mask = None if left is None else u < left
-        columns = columns + (tl.load(s_ptrs + u * stride_s_j, mask, other),)
-    return columns
-
-
-@triton.jit
 def _load_batch(s_ptrs, stride_s_j, left, NUM: tl.constexpr):
     """The scores of the next `NUM` columns, if any are left."""
-    mask = tl.zeros(s_ptrs.shape, tl.int32) < left
-    columns = ()
-    for u in tl.static_range(NUM):
-        columns = columns + (tl.load(s_ptrs + u * stride_s_j, mask),)
-    return columns
+    u = tl.arange(0, NUM)[None, None, :]
+    return tl.load(s_ptrs[:, :, None] + u * stride_s_j, tl.zeros_like(u) < left)
 
 
 @triton.jit
@@ -542,12 +527,6 @@ def _rank_all(scores):
     for u in tl.static_range(len(scores)):
         ranked = ranked + (tl.maximum(scores[u], float("-inf")),)
     return ranked
-
-
-@triton.jit
-def _load_ranked(s_ptrs, stride_s_j, left, NUM: tl.constexpr):
-    """The same as they rank, -inf past the last."""
-    return _rank_all(_load_columns(s_ptrs, stride_s_j, left, float("-inf"), NUM))
 
 
 @triton.jit
