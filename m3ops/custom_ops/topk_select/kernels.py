@@ -23,6 +23,10 @@ _FORCED = tl.constexpr(2**31 - 1)
 # The least score of all but -inf.
 _LEAST = tl.constexpr(-3.4028234663852886e38)
 
+# Triton lays the lanes of a warp along an axis that it finds contiguous, and else, from 3.7 on,
+# along the last one, before along the first.
+_LANES_LAST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+
 # How soon L2 drops what was loaded.
 _NORMAL = tl.constexpr("")
 _FIRST = tl.constexpr("evict_first")
@@ -202,7 +206,7 @@ def _write_reaching(ends, stride_i_k, scores, column, threshold):
     """Write the columns, of those from `column` on, whose scores reach the threshold."""
     for u in tl.static_range(len(scores)):
         reaches = scores[u] >= threshold
-        tl.store(ends.to(tl.pointer_type(tl.int32)), column + u, reaches)
+        _store(ends.to(tl.pointer_type(tl.int32)), column + u, reaches)
         ends += tl.where(reaches, 4 * stride_i_k, 0)
     return ends
 
@@ -328,7 +332,7 @@ def _write_best(
         ends = i_ptrs + (tl.cumsum(reach, 1) - reach) * stride_i_k
         for i in tl.static_range(BLOCK_K):
             reaches = scores[i] >= least
-            tl.store(ends, INIT + ids[i], reaches)
+            _store(ends, INIT + ids[i], reaches)
             ends += tl.where(reaches, stride_i_k, 0)
     else:
         num_above = tl.zeros_like(reach)
@@ -447,7 +451,7 @@ def _append(ends, begins, scores, column, bound, BLOCK_R: tl.constexpr):
         if u % 8 == 0:
             bound = tl.where(_length(ends, begins, BLOCK_R) <= _CANDIDATES, bound, float("nan"))
         reaches = scores[u] >= bound
-        tl.store(ends, entries[u], reaches)
+        _store(ends, entries[u], reaches)
         ends += tl.where(reaches, BLOCK_R, 0)
     return ends
 
@@ -472,7 +476,7 @@ def _load_candidates(
         skipped = list_depth(BATCH) - (starts[s] - starts[s - 1])
         source += tl.where(place >= starts[s][:, :, None], skipped[:, :, None], 0)
     ptrs = list_ptrs[:, :, None] + source * BLOCK_R
-    entry = tl.load(ptrs, place < total[:, :, None], _NO_ENTRY)
+    entry = _load(ptrs, place < total[:, :, None], _NO_ENTRY)
     return entry.to(tl.int32), (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -488,10 +492,34 @@ def _load_tile(
     """
     u = tl.arange(0, NUM)[None, None, :]
     ptrs = s_ptrs[:, :, None] + u * stride_s_j
-    if left is None:
-        return tl.load(ptrs, eviction_policy=EVICTION)
+    mask = None if left is None else u < left[:, :, None]
+    return _load(ptrs, mask, other, EVICTION)
+
+
+@triton.jit
+def _load(ptrs, mask, other, EVICTION: tl.constexpr = _NORMAL):
+    """Each lane loads for a row of its own: rows are the first axis, and lie side by side."""
+    if mask is None:
+        return _turn(tl.load(_turn(ptrs), eviction_policy=EVICTION))
     else:
-        return tl.load(ptrs, u < left[:, :, None], other, eviction_policy=EVICTION)
+        return _turn(tl.load(_turn(ptrs), _turn(mask), other, eviction_policy=EVICTION))
+
+
+@triton.jit
+def _store(ptrs, values, mask):
+    """Each lane stores for a row of its own."""
+    tl.store(_turn(ptrs), _turn(values), _turn(mask))
+
+
+@triton.jit
+def _turn(tile):
+    """Rows as the axis that lanes are laid along; and back."""
+    if not _LANES_LAST:
+        return tile
+    elif len(tile.shape) == 2:
+        return tl.permute(tile, (1, 0))
+    else:
+        return tl.permute(tile, (2, 1, 0))
 
 
 @triton.constexpr_function
@@ -517,7 +545,8 @@ def _split(tile):
 def _load_batch(s_ptrs, stride_s_j, left, NUM: tl.constexpr):
     """The scores of the next `NUM` columns, if any are left."""
     u = tl.arange(0, NUM)[None, None, :]
-    return tl.load(s_ptrs[:, :, None] + u * stride_s_j, tl.zeros_like(u) < left)
+    ptrs = s_ptrs[:, :, None] + u * stride_s_j
+    return _load(ptrs, tl.full(ptrs.shape, 0, tl.int32) < left, 0.0)
 
 
 @triton.jit
@@ -582,7 +611,7 @@ def _emit(i_ptrs, stride_i_k, j, above, tie, room, slot):
     kept_tie = tl.where(tl.cumsum(tie, 2) <= room[:, :, None], tie, 0)
     kept = above | kept_tie
     slots = slot[:, :, None] + tl.cumsum(kept, 2) - kept
-    tl.store(i_ptrs[:, :, None] + slots * stride_i_k, j, kept > 0)
+    _store(i_ptrs[:, :, None] + slots * stride_i_k, j, kept > 0)
     return room - tl.sum(kept_tie, 2), slot + tl.sum(kept, 2)
 
 
